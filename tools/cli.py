@@ -79,7 +79,8 @@ def options(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the `glm53` console script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments[: next((i for i, a in enumerate(arguments) if not a.startswith("-")), len(arguments))]
+    command_at = next((i for i, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
+    debug = "--debug" in arguments[:command_at]
     try:
         app(args=arguments, prog_name="glm53")
     except input_errors() as error:
