@@ -38,7 +38,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Check:
-    """One test within a row: `statistic` / `allowed` = `ratio`; `where` names the worst row, column or head ("" if none).
+    """One test within a row: `statistic` / `allowed` = `ratio`; `where` names the worst row, column or head.
 
     Names: `element`, `row`, `column`, `head`, `rms` (root mean square of the error), `bias` (signed component of the
     error along the expected value), `scale.head`, `mean.row`, `mean.column`, `mean.rms`, `grid` (values too coarse for
