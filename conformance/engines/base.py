@@ -1,0 +1,151 @@
+"""What an engine is to the judge, and the parts that every shipped one shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+
+from conformance.errors import EngineClosedError, EngineOptionError, TokenRangeError
+from conformance.trace import Recorder, Schedule, Trace, metadata
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Opens a checkpoint directory, runs tokens through it, and can show the operands it bound.
+
+    `open` takes options as keyword arguments (`arithmetic`, `device`, `tp`, `ep`, ...) and must refuse, with an
+    InputError, one it does not understand. `run` starts from an empty state every time. `operands` answers None for a
+    weight that it cannot show; the arrays it returns are compared bit by bit.
+    """
+
+    name: str
+    version: str
+
+    def open(self, directory: str | os.PathLike[str], **options: Any) -> None: ...
+
+    def run(self, tokens: Sequence[int] | np.ndarray, schedule: Schedule, taps: str = "*") -> Trace: ...
+
+    def operands(self, name: str) -> dict[str, np.ndarray] | None: ...
+
+
+class BaseEngine:
+    """Shared by the engines that compute: option checking, token checking, metadata.
+
+    A subclass sets `name`, `version` and `options` (name -> default), fills `config`, `export` in `_open`, and
+    implements `_run`.
+    """
+
+    name: ClassVar[str]
+    version: ClassVar[str] = "0"
+    options: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self) -> None:
+        self.directory: Path | None = None
+        self.settings: dict[str, Any] = {}
+        self.config: Any = None
+        self.export = ""
+
+    def open(self, directory: str | os.PathLike[str], **options: Any) -> None:
+        """Raises EngineOptionError for an option the engine lacks, and whatever reading the checkpoint raises."""
+        for key, value in options.items():
+            if key not in self.options:
+                raise EngineOptionError(
+                    f"engine {self.name}: option {key}={value!r} is not offered; it has {', '.join(self.options)}"
+                )
+        self.settings = {**self.options, **options}
+        self._open(Path(directory))
+        self.directory = Path(directory)
+
+    def run(self, tokens: Sequence[int] | np.ndarray, schedule: Schedule, taps: str = "*") -> Trace:
+        """Raises EngineClosedError before `open`, TokenRangeError for an id past the vocabulary."""
+        if self.directory is None:
+            raise EngineClosedError(f"engine {self.name}: run before open")
+        ids = check_tokens(tokens, self.config.text.vocab_size)
+        if schedule.tokens != len(ids):
+            raise EngineOptionError(f"schedule feeds {schedule.tokens} tokens, the input has {len(ids)}")
+        recorder = Recorder(taps, convert=as_numpy)
+        recorder("tokens", ids)
+        recorder("logits", self._run(ids, schedule, _without(recorder, "tokens", "logits")))
+        return Trace(
+            metadata(
+                engine=self.name,
+                engine_version=self.version,
+                checkpoint=self.directory.resolve().name,
+                config_sha256=self.config.sha256,
+                export=self.export,
+                schedule=schedule,
+                **self._describe(),
+            ),
+            recorder.taps(),
+        )
+
+    def operands(self, name: str) -> dict[str, np.ndarray] | None:
+        return None
+
+    def _open(self, directory: Path) -> None:
+        raise NotImplementedError
+
+    def _run(self, ids: np.ndarray, schedule: Schedule, tap: Callable[[str, Any], None]) -> Any:
+        """-> logits [T, V] of all real tokens, in order."""
+        raise NotImplementedError
+
+    def _describe(self) -> dict[str, Any]:
+        """Keyword arguments for `conformance.trace.metadata`: arithmetic, tp, ep, extra."""
+        return {key: self.settings[key] for key in ("arithmetic", "tp", "ep") if key in self.settings}
+
+
+def check_tokens(tokens: Sequence[int] | np.ndarray, vocab: int) -> np.ndarray:
+    """-> I32 [T]; raises TokenRangeError naming the first id outside 0..vocab-1 and where it stands."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise TokenRangeError(f"tokens: {ids.dtype} {list(ids.shape)}, expected a non-empty list of integers")
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if len(outside):
+        raise TokenRangeError(f"tokens: id {ids[outside[0]]} at position {outside[0]}, expected 0 to {vocab - 1}")
+    return ids.astype(np.int32)
+
+
+def as_numpy(value: Any) -> np.ndarray:
+    """Anything with the array protocol, and torch tensors of every dtype (bfloat16 included) from any device."""
+    if not hasattr(value, "detach"):
+        return np.asarray(value)
+    import ml_dtypes
+    import torch
+
+    tensor = value.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def feed(model: Any, ids: np.ndarray, schedule: Schedule, tap: Callable[[str, Any], None]) -> np.ndarray:
+    """Drive a model that has the verbs `prefill(tokens, tap=, pad=)` and `decode(token, tap=)`; -> logits [T, V].
+
+    The pad positions are filled with the last id of the vocabulary, whose embedding is not zero: what hides them must
+    be the engine's padding rule.
+    """
+    rows, start = [], 0
+    for index, length in enumerate(schedule.prefill):
+        pad = schedule.pad if index == 0 else 0
+        chunk = ids[start : start + length]
+        if pad:
+            chunk = np.concatenate([np.full(pad, model.config.text.vocab_size - 1, chunk.dtype), chunk])
+        rows.append(as_numpy(model.prefill(chunk, tap=tap, pad=pad)))
+        start += length
+    for token in ids[start:]:
+        rows.append(as_numpy(model.decode(int(token), tap=tap))[None])
+    return np.concatenate(rows)
+
+
+def _without(tap: Callable[[str, Any], None], *names: str) -> Callable[[str, Any], None]:
+    """`tap` that ignores `names`: the engine stores those itself."""
+
+    def filtered(name: str, value: Any) -> None:
+        if name not in names:
+            tap(name, value)
+
+    return filtered
