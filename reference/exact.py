@@ -55,7 +55,7 @@ def _lost(x: np.ndarray, e: np.ndarray, s: int, axis: int) -> np.ndarray:
 
 def _cut(t: np.ndarray, q: int, count: int | None = None) -> tuple[list[np.ndarray], np.ndarray]:
     """Integer slices of t, most significant first, each worth 2^q of the next; and what is left of t."""
-    out = []
+    out: list[np.ndarray] = []
     scale = float(1 << q)
     while len(out) < (_DEPTH if count is None else count):
         head = np.rint(t)
