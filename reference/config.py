@@ -9,7 +9,7 @@ Keys that this module does not know:
 * with the value null, or generic to every `transformers` config: accepted;
 * known to change the mathematics of related models (RoPE, other activations, ...): accepted only at the value that
   means "off";
-* any other one inside `text_config`, `linear_attn_config` or `vision_config`: refused, because it may change the result;
+* any other one inside `text_config`, `linear_attn_config` or `vision_config`: refused, it may change the result;
 * any other one elsewhere: kept in `ModelConfig.unread`, which `glm53 inspect` prints.
 
 A file re-saved by `transformers` is accepted; its flat `linear_*` keys must agree with `linear_attn_config`.
@@ -36,11 +36,37 @@ MLP_TYPES = ("dense", "sparse")
 INDEXER_TYPES = ("full", "shared")
 
 GENERIC_KEYS = frozenset(
-    """_attn_implementation _name_or_path architectures attention_dropout auto_map bos_token_id chunk_size_feed_forward
-    decoder_start_token_id dtype id2label initializer_range is_encoder_decoder label2id model_type
-    output_attentions output_hidden_states output_router_logits prefix problem_type return_dict router_aux_loss_coef
-    sep_token_id task_specific_params tie_word_embeddings tokenizer_class torch_dtype torchscript transformers_version
-    use_cache""".split()
+    (
+        "_attn_implementation",
+        "_name_or_path",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "dtype",
+        "id2label",
+        "initializer_range",
+        "is_encoder_decoder",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "prefix",
+        "problem_type",
+        "return_dict",
+        "router_aux_loss_coef",
+        "sep_token_id",
+        "task_specific_params",
+        "tie_word_embeddings",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "use_cache",
+    )
 )
 # Related models give these keys a meaning that this one does not have; only the value that switches it off is accepted.
 OFF_VALUES: dict[str, tuple[Any, ...]] = {
@@ -112,7 +138,7 @@ class TextConfig:
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """"kda" or "dsa" for each of the `num_hidden_layers` text layers."""
+        """ "kda" or "dsa" for each of the `num_hidden_layers` text layers."""
         dsa = frozenset(self.full_attn_layers)
         return tuple(DSA if layer in dsa else KDA for layer in range(self.num_hidden_layers))
 
@@ -126,7 +152,7 @@ class TextConfig:
         return layer >= self.first_k_dense_replace
 
     def indexer(self, layer: int) -> str | None:
-        """"full", "shared" or, for a KDA layer, None. The MTP block has an indexer of its own."""
+        """ "full", "shared" or, for a KDA layer, None. The MTP block has an indexer of its own."""
         return "full" if layer == self.mtp_layer else self.indexer_types[layer]
 
 
@@ -237,7 +263,7 @@ def _text(f: Fields) -> TextConfig:
     f.flag("index_kpool_always_select_tail", True, optional=True)
     layers = f.integer("num_hidden_layers", 1)
     linear = f.child("linear_attn_config")
-    sizes = {
+    sizes: dict[str, Any] = {
         key: f.integer(key, least)
         for key, least in (
             *(("vocab_size", 1), ("hidden_size", 1), ("max_position_embeddings", 1), ("num_nextn_predict_layers", 0)),
@@ -249,9 +275,11 @@ def _text(f: Fields) -> TextConfig:
             *(("n_group", 1), ("topk_group", 1)),
         )
     }
-    reals = {key: f.real(key, above=0.0) for key in ("rms_norm_eps", "hc_eps", "routed_scaling_factor", "swiglu_limit")}
-    switches = {key: f.boolean(key) for key in ("norm_topk_prob", "index_share_for_mtp_iteration")}
-    lists = _layer_kinds(f, linear, layers)
+    reals: dict[str, Any] = {
+        key: f.real(key, above=0.0) for key in ("rms_norm_eps", "hc_eps", "routed_scaling_factor", "swiglu_limit")
+    }
+    switches: dict[str, Any] = {key: f.boolean(key) for key in ("norm_topk_prob", "index_share_for_mtp_iteration")}
+    lists: dict[str, Any] = _layer_kinds(f, linear, layers)
     indexer_types = _indexer_types(f, lists["full_attn_layers"], layers)
     _mlp_kinds(f, sizes["first_k_dense_replace"], layers)
     text = TextConfig(
@@ -382,12 +410,24 @@ def _vision(f: Fields) -> VisionConfig:
         raise e.ConfigUnsupportedError(
             f"{f.name('rope_parameters')}: {e.show(rope)}; the tower has axial positions with theta 10000"
         )
-    keys = """depth hidden_size num_heads intermediate_size out_hidden_size projection_intermediate_size in_channels
-    image_size patch_size temporal_patch_size spatial_merge_size""".split()
-    vision = VisionConfig(
-        **{key: f.integer(key, 1) for key in keys},
-        **{key: f.real(key, above=0.0) for key in ("rms_norm_eps", "swiglu_limit")},
-    )
+    sizes: dict[str, Any] = {
+        key: f.integer(key, 1)
+        for key in (
+            "depth",
+            "hidden_size",
+            "num_heads",
+            "intermediate_size",
+            "out_hidden_size",
+            "projection_intermediate_size",
+            "in_channels",
+            "image_size",
+            "patch_size",
+            "temporal_patch_size",
+            "spatial_merge_size",
+        )
+    }
+    reals: dict[str, Any] = {key: f.real(key, above=0.0) for key in ("rms_norm_eps", "swiglu_limit")}
+    vision = VisionConfig(**sizes, **reals)
     if vision.hidden_size % vision.num_heads or vision.hidden_size // vision.num_heads % 4:
         raise e.ConfigValueError(
             f"{f.name('hidden_size')}: {vision.hidden_size} does not give {vision.num_heads} heads a width divisible "

@@ -17,7 +17,7 @@ class InputError(Exception):
     """Base of every error caused by what was read, not by a fault of the program."""
 
 
-# --- config.json -----------------------------------------------------------------------------------------------------
+# --- config.json ----------------------------------------------------------------------------------
 
 
 class ConfigError(InputError):
@@ -64,7 +64,7 @@ class ConfigUnknownKeyError(ConfigError):
     """A key that may change the mathematics is not known."""
 
 
-# --- one safetensors file ----------------------------------------------------------------------------------------------
+# --- one safetensors file -------------------------------------------------------------------------
 
 
 class ShardError(InputError):
@@ -127,7 +127,7 @@ class FileLengthError(ShardError):
     """The file does not end where its header says it ends."""
 
 
-# --- the index and the directory ---------------------------------------------------------------------------------------
+# --- the index and the directory ------------------------------------------------------------------
 
 
 class IndexFileError(InputError):
@@ -166,7 +166,7 @@ class TotalSizeError(InputError):
     """metadata.total_size is not the number of bytes of data."""
 
 
-# --- the layout of an export -------------------------------------------------------------------------------------------
+# --- the layout of an export ----------------------------------------------------------------------
 
 
 class LayoutError(InputError):
@@ -205,7 +205,7 @@ class NoSuchTensorError(InputError):
     """A tensor was asked for that the checkpoint does not hold."""
 
 
-# --- values ------------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 class ValueRangeError(InputError):
@@ -224,7 +224,7 @@ class TensorScaleError(ValueRangeError):
     """A tensor scale is NaN, infinite, negative, or zero where the codes are not."""
 
 
-# --- writing -----------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 class OutputError(InputError):

@@ -52,8 +52,8 @@ class Unknown:
     def judge(self, name: str, key: str, value: Any, strict: bool) -> None:
         if value is None or key in self.generic:
             return
-        off = self.off.get(key, MISSING)
-        if off is not MISSING:
+        off = self.off.get(key)
+        if off is not None:
             if any(type(value) in (type(one), float) and value == one for one in off):
                 return
             raise e.ConfigUnsupportedError(f"{name}: {e.show(value)}; this model has no such feature")
@@ -127,7 +127,9 @@ class Fields:
         if optional and self.optional(key) is None:
             return
         if self.boolean(key) is not only:
-            raise e.ConfigUnsupportedError(f"{self.name(key)}: {str(not only).lower()}; only {str(only).lower()} is known")
+            raise e.ConfigUnsupportedError(
+                f"{self.name(key)}: {str(not only).lower()}; only {str(only).lower()} is known"
+            )
 
     def enum(self, key: str, values: tuple[Any, ...], *, optional: bool = False) -> Any:
         if optional and self.optional(key) is None:

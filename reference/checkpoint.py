@@ -1,0 +1,384 @@
+"""A checkpoint directory: config, shards, index and the layout of an export, all checked against each other.
+
+`scan` reads headers only and collects every problem; `open_checkpoint` is a scan that must find none. Which export a
+directory holds follows from the dtypes of its tensors, never from names of files, repositories or keys of the config.
+"""
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from reference import errors as e
+from reference import layout, nvfp4
+from reference.config import ModelConfig, check_hf_quant_config, load
+from reference.fields import decode_json
+from reference.shard import Entry, Shard, read_header
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PROBLEM_CAP = 10_000
+INDEX_CAP = 1_000_000_000
+
+
+@dataclass
+class Files:
+    """The tensors of a directory by name, and everything wrong with the files that hold them."""
+
+    directory: Path
+    entries: dict[str, Entry] = field(default_factory=dict)
+    shards: dict[str, Shard] = field(default_factory=dict)
+    total_size: int | None = None
+    problems: list[e.InputError] = field(default_factory=list)
+
+    def data(self, name: str) -> memoryview:
+        return self.shards[name].data(name)
+
+
+@dataclass
+class Scan:
+    """What a directory holds. `problems` is empty exactly when `open_checkpoint` accepts it."""
+
+    files: Files
+    config: ModelConfig | None
+    export: str | None
+    gate_rank: int | None
+    specs: dict[str, layout.TensorSpec]
+    problems: list[e.InputError]
+
+
+def read_files(directory: str | Path) -> Files:
+    """Read and cross-check index and shard headers. Nothing is raised; see `Files.problems`."""
+    files = Files(Path(directory))
+    try:
+        names, weight_map = _index(files)
+    except e.InputError as error:
+        files.problems.append(error)
+        return files
+    for file_name in names:
+        path = files.directory / file_name
+        try:
+            _check_path(files.directory, file_name)
+            header = read_header(path)
+        except e.InputError as error:
+            files.problems.append(error)
+            continue
+        shard = Shard(header)
+        for name, entry in header.entries.items():
+            if name in files.entries:
+                files.problems.append(
+                    e.TwoShardsError(f"{path}: tensor {e.show(name)} is also in {files.shards[name].header.path.name}")
+                )
+                continue
+            files.entries[name] = entry
+            files.shards[name] = shard
+            if weight_map is not None and name not in weight_map:
+                files.problems.append(e.UnindexedTensorError(f"{path}: tensor {e.show(name)} is not in {INDEX}"))
+    for name, file_name in (weight_map or {}).items():
+        found = files.shards.get(name)
+        if found is None or found.header.path.name != file_name:
+            where = f", it is in {found.header.path.name}" if found else ""
+            files.problems.append(
+                e.AbsentTensorError(f"{files.directory / file_name}: does not hold tensor {e.show(name)}{where}")
+            )
+    return files
+
+
+def _index(files: Files) -> tuple[list[str], dict[str, str] | None]:
+    """Shard names in order, and tensor -> shard where there is an index."""
+    directory = files.directory
+    if not directory.is_dir():
+        raise e.IndexFileError(f"{directory}: not a directory")
+    path = directory / INDEX
+    present = sorted(p.name for p in directory.glob("model*.safetensors"))
+    if not path.is_file():
+        if present == [SINGLE]:
+            return present, None
+        raise e.IndexFileError(f"{path}: missing, and {SINGLE} is not the only shard here ({len(present)} found)")
+    try:
+        if path.stat().st_size > INDEX_CAP:
+            raise e.IndexFileError(f"{path}: {path.stat().st_size} bytes, at most {INDEX_CAP}")
+        raw = decode_json(path.read_bytes())
+    except OSError as error:
+        raise e.IndexFileError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except e.HeaderDuplicateKeyError as error:
+        raise e.IndexDuplicateKeyError(f"{path}: {error}") from None
+    except e.ShardError as error:
+        raise e.IndexFileError(f"{path}: {error}") from None
+    weight_map = raw.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise e.IndexFileError(f"{path}: weight_map is not a non-empty object")
+    for name, file_name in weight_map.items():
+        if not isinstance(file_name, str):
+            raise e.IndexFileError(f"{path}: weight_map[{e.show(name)}] is {e.show(file_name)}, expected a file name")
+    metadata = raw.get("metadata") or {}
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    files.total_size = total if type(total) is int else None
+    names = sorted(set(weight_map.values()))
+    files.problems.extend(
+        e.StrayShardError(f"{directory / name}: not named by {INDEX}") for name in present if name not in names
+    )
+    return names, weight_map
+
+
+def _check_path(directory: Path, file_name: str) -> None:
+    path = directory / file_name
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors", file_name):
+        raise e.ShardPathError(f"{directory / INDEX}: {e.show(file_name)} is not a plain .safetensors file name")
+    if path.resolve().parent != directory.resolve():
+        raise e.ShardPathError(f"{path}: leads out of the directory to {path.resolve()}")
+    if not path.exists():
+        raise e.MissingShardError(f"{path}: named by {INDEX}, not on disk")
+
+
+def detect_export(entries: dict[str, Entry], mtp_layer: int | None) -> str:
+    """ "nvidia" or "libertai", by majority of the five dtype differences between them. Raises `ExportError`."""
+    signals: dict[str, dict[str, int]] = {}
+    packed = False
+    for name, entry in entries.items():
+        packed |= entry.dtype == "U8"
+        role, layer, _ = layout.classify(name)
+        leaf = role.removeprefix(f"{layout.TEXT}layers.N.")
+        if leaf.endswith("_conv1d.weight"):
+            vote = {"F32": "nvidia", "BF16": "libertai"}.get(entry.dtype)
+        elif leaf in ("hc_attn_base", "hc_ffn_base"):
+            vote = {"BF16": "nvidia", "F32": "libertai"}.get(entry.dtype)
+        elif leaf.startswith("mlp.experts.E.") and leaf.endswith(".weight") and layer == mtp_layer:
+            vote = {"BF16": "nvidia", "U8": "libertai"}.get(entry.dtype)
+        elif leaf in ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"):
+            vote = {"U8": "nvidia", "BF16": "libertai"}.get(entry.dtype)
+        elif leaf.startswith("mlp.experts.E.") and leaf.endswith(".input_scale"):
+            vote = "nvidia"
+        else:
+            continue
+        if vote is not None:
+            counts = signals.setdefault(leaf.rsplit(".", 2)[-1] + leaf[:6], {})
+            counts[vote] = counts.get(vote, 0) + 1
+    if not packed:
+        raise e.ExportError("no packed (U8) tensor: not an NVFP4 export")
+    votes = [max(counts, key=lambda export: counts[export]) for counts in signals.values()]
+    nvidia = votes.count("nvidia")
+    if 2 * nvidia == len(votes):
+        raise e.ExportError(f"{nvidia} of {len(votes)} dtype rules point to each export: neither nvidia nor libertai")
+    return "nvidia" if 2 * nvidia > len(votes) else "libertai"
+
+
+def scan(directory: str | Path) -> Scan:
+    """Headers, index, config and layout of a directory, with every problem found. Raises nothing."""
+    files = read_files(directory)
+    result = Scan(files, None, None, None, {}, list(files.problems))
+    quantization = files.directory / "hf_quant_config.json"
+    try:
+        result.config = load(directory)
+        if quantization.exists():
+            check_hf_quant_config(quantization, result.config)
+    except e.InputError as error:
+        result.problems.append(error)
+    foreign = [name for name in files.entries if name.rsplit(".", 1)[-1] in layout.FOREIGN_SUFFIXES]
+    result.problems.extend(
+        e.ForeignFormatError(
+            f"{files.entries[name] and files.shards[name].header.path}: tensor {e.show(name)} belongs to "
+            "compressed-tensors, whose global scale divides; expected ModelOpt's weight, weight_scale, weight_scale_2"
+        )
+        for name in foreign
+    )
+    if result.config is None or not files.entries:
+        return result
+    try:
+        result.export = detect_export(files.entries, result.config.text.mtp_layer)
+        result.gate_rank = find_gate_rank(files.entries, result.config)
+        result.specs, problems = check_layout(files, result.config, result.export, result.gate_rank, set(foreign))
+        result.problems.extend(problems)
+    except e.InputError as error:
+        result.problems.append(type(error)(f"{files.directory}: {error}"))
+    return result
+
+
+def find_gate_rank(entries: dict[str, Entry], config: ModelConfig) -> int:
+    """Rows of the first `f_a_proj`; the head width where no KDA layer has one (then the layout reports it missing)."""
+    for layer in config.text.kda_layers:
+        entry = entries.get(f"{layout.TEXT}layers.{layer}.self_attn.f_a_proj.weight")
+        if entry is not None and len(entry.shape) == 2:
+            return entry.shape[0]
+    return config.text.linear_head_dim
+
+
+def check_layout(
+    files: Files, config: ModelConfig, export: str, gate_rank: int, ignore: Collection[str] = ()
+) -> tuple[dict[str, layout.TensorSpec], list[e.InputError]]:
+    """Compare what is stored with what the export must store. Stops after `PROBLEM_CAP` missing tensors."""
+    specs: dict[str, layout.TensorSpec] = {}
+    problems: list[e.InputError] = []
+    missing = 0
+    for spec in layout.tensors(config, export, gate_rank):
+        specs[spec.name] = spec
+        entry = files.entries.get(spec.name)
+        if entry is None:
+            missing += 1
+            problems.append(_missing(files, spec, export))
+            if missing == PROBLEM_CAP:
+                problems.append(e.MissingTensorError(f"{files.directory}: stopped after {missing} missing tensors"))
+                return specs, problems
+            continue
+        where = f"{files.shards[spec.name].header.path}: tensor {spec.name}"
+        if entry.dtype != spec.dtype:
+            problems.append(e.TensorDtypeError(f"{where}: {entry.dtype}, expected {spec.dtype} in the {export} export"))
+        elif entry.shape != spec.shape:
+            problems.append(
+                e.TensorShapeError(f"{where}: shape {list(entry.shape)}, expected {list(spec.shape)} from the config")
+            )
+    for name in files.entries:
+        if name not in specs and name not in ignore:
+            problems.append(
+                e.UnknownTensorError(
+                    f"{files.shards[name].header.path}: tensor {e.show(name)} is not part of the {export} export"
+                )
+            )
+    return specs, problems
+
+
+def _missing(files: Files, spec: layout.TensorSpec, export: str) -> e.InputError:
+    who = f" (layer {spec.layer}, expert {spec.expert})" if spec.expert is not None else ""
+    if spec.packed in files.entries and spec.name != spec.packed:
+        return e.MissingScaleError(
+            f"{files.directory}: {spec.packed} is packed, but {spec.name.rsplit('.', 1)[-1]} is missing{who}"
+        )
+    return e.MissingTensorError(f"{files.directory}: tensor {spec.name} is missing from the {export} export{who}")
+
+
+class Checkpoint:
+    """An accepted checkpoint. Data is memory-mapped lazily; what `weight` returns is always an array of its own."""
+
+    def __init__(self, found: Scan) -> None:
+        assert found.config is not None
+        assert found.export is not None
+        assert found.gate_rank is not None
+        self.directory = found.files.directory
+        self.config = found.config
+        self.export = found.export
+        self.gate_rank = found.gate_rank
+        self.specs = found.specs
+        self._files = found.files
+
+    def names(self) -> tuple[str, ...]:
+        """All tensor names, in layout order."""
+        return tuple(self.specs)
+
+    def has(self, name: str) -> bool:
+        return name in self.specs
+
+    def dtype(self, name: str) -> str:
+        return self._spec(name).dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the values: for a packed weight the logical one, [out, in]."""
+        spec = self._spec(name)
+        return (spec.shape[0], 2 * spec.shape[1]) if spec.dtype == "U8" else spec.shape
+
+    def raw(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
+        """(dtype, shape, bytes) exactly as stored; the bytes are a read-only view of the file."""
+        spec = self._spec(name)
+        return spec.dtype, spec.shape, self._files.data(name)
+
+    def weight(self, name: str) -> np.ndarray:
+        """Values of a tensor as float32 (exact for every stored dtype but NVFP4, which decodes as `nvfp4.decode`).
+
+        Raises `NonFiniteWeightError`, `BlockScaleError` or `TensorScaleError` naming tensor and position.
+        """
+        spec = self._spec(name)
+        return self.rows(name, 0, spec.shape[0]) if spec.shape else values(self.where(name), *self.raw(name))
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """`weight(name)[start:stop]`, reading only those rows."""
+        dtype, shape, data = self.raw(name)
+        part = _row_bytes(shape, data, start, stop)
+        shape = (max(0, min(stop, shape[0]) - start), *shape[1:])
+        if dtype != "U8":
+            return values(self.where(name), dtype, shape, part, start)
+        scales = self.raw(f"{name}_scale")
+        scale_2 = values(self.where(f"{name}_scale_2"), *self.raw(f"{name}_scale_2"))
+        codes = np.frombuffer(part, np.uint8).reshape(shape)
+        scale = np.frombuffer(_row_bytes(*scales[1:], start, stop), np.uint8).reshape(shape[0], -1)
+        check_block_scales(self.where(f"{name}_scale"), scale, start)
+        return nvfp4.decode(codes, scale, scale_2, name=self.where(name))
+
+    def where(self, name: str) -> str:
+        return f"{self._files.shards[name].header.path}: tensor {name}"
+
+    def verify(self) -> Iterator[tuple[str, e.InputError | None]]:
+        """Read every value once; yields each name with what is wrong with its values, or None."""
+        for name, spec in self.specs.items():
+            try:
+                rows = spec.shape[0] if spec.shape else 0
+                step = max(1, (1 << 24) // max(1, spec.nbytes // max(1, rows)))
+                for start in range(0, max(rows, 1), step):
+                    if spec.shape:
+                        self.rows(name, start, min(start + step, rows))
+                    else:
+                        self.weight(name)
+                yield name, None
+            except e.ValueRangeError as error:
+                yield name, error
+
+    def _spec(self, name: str) -> layout.TensorSpec:
+        spec = self.specs.get(name)
+        if spec is None:
+            raise e.NoSuchTensorError(f"{self.directory}: no tensor {e.show(name)}")
+        return spec
+
+
+def _row_bytes(shape: tuple[int, ...], data: memoryview, start: int, stop: int) -> memoryview:
+    width = len(data) // shape[0] if shape[0] else 0
+    return data[start * width : stop * width]
+
+
+def values(where: str, dtype: str, shape: tuple[int, ...], data: memoryview, first_row: int = 0) -> np.ndarray:
+    """Stored bytes -> float32 values: BF16 and F32 exactly, F8_E4M3 as block scales. Refuses what is not finite."""
+    if dtype == "F8_E4M3":
+        scale = np.frombuffer(data, np.uint8).reshape(shape)
+        check_block_scales(where, scale, first_row)
+        return nvfp4.E4M3[scale]
+    if dtype == "BF16":
+        result = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    else:
+        assert dtype == "F32", dtype
+        result = np.frombuffer(data, "<f4").astype(np.float32)
+    result = result.reshape(shape)
+    bad = ~np.isfinite(result)
+    scale_name = where.endswith(("weight_scale_2", "input_scale"))
+    if scale_name and not bad.any():
+        bad = result < 0
+    if bad.any():
+        kind = e.TensorScaleError if scale_name else e.NonFiniteWeightError
+        raise kind(
+            f"{where}{_position(bad, first_row)}: {result[bad][0]}, expected a finite value{' >= 0' * scale_name}"
+        )
+    return result
+
+
+def check_block_scales(where: str, scale: np.ndarray, first_row: int = 0) -> None:
+    """Every block scale must be a non-negative number: 0x7F is NaN, 0x80 and above carry a sign."""
+    bad = scale >= 0x7F
+    if bad.any():
+        raise e.BlockScaleError(
+            f"{where}{_position(bad, first_row)}: block scale 0x{int(scale[bad][0]):02x} is NaN or negative, "
+            "expected 0x00..0x7e"
+        )
+
+
+def _position(bad: np.ndarray, first_row: int) -> str:
+    if bad.ndim == 0:
+        return ""
+    index = [int(axis[0]) for axis in np.nonzero(bad)]
+    index[0] += first_row
+    return f" at {index}"
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """Open a checkpoint of either export. Raises the first problem that `scan` finds."""
+    found = scan(directory)
+    if found.problems:
+        raise found.problems[0]
+    return Checkpoint(found)
