@@ -1,0 +1,149 @@
+"""Kimi delta attention (model.md 2.2), after the projections. T tokens, H heads, d head width, w chunk width.
+
+Decay, beta, normalised q and k, and the state M [H, d_k, d_v] are fp32. Per token:
+    M = diag(exp g) M;   M = M + k outer (beta (v - M^T k));   o = M^T q
+`recurrent` is that, `chunked` is the same in WY form: with u_i = beta_i (v_i - (what M recalls for k_i)), a chunk is
+(I + diag(beta) A) U = diag(beta) (V - (K e^G) M), a unit triangular system solved by substitution.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SUB = 8
+"""Widest sub-block: inside one, decays between two tokens come from sums of the g in between, never from e^(+x)."""
+
+SEGMENT = 1024
+"""Tokens whose chunks are prepared together: bounds the workspace of `chunked`."""
+
+
+def conv(x: Tensor, weight: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, c], weight [c, 1, n], history [n-1, c] -> (silu(causal depthwise conv) [T, c], history after x).
+
+    weight[.., n-1] meets the current token. Products are added oldest first in fp32, rounded once after the silu.
+    """
+    (T, c), (c_, one, n) = x.shape, weight.shape
+    assert (c_, one, history.shape) == (c, 1, (n - 1, c)), (c, tuple(weight.shape), tuple(history.shape))
+    padded = torch.cat([history, x])
+    kernel = weight.float()
+    total = padded[:T].float() * kernel[:, 0, 0]
+    for j in range(1, n):
+        total = total + padded[j : j + T].float() * kernel[:, 0, j]
+    return (total * torch.sigmoid(total)).to(x.dtype), padded[T:].clone()
+
+
+def decay(f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tensor:
+    """f [T, H*d], A_log [H] fp32, dt_bias [H*d] fp32 -> log decay g [T, H, d] fp32, between lower_bound and 0."""
+    T, H = f.shape[0], A_log.shape[0]
+    assert dt_bias.shape == f.shape[1:], (tuple(f.shape), tuple(dt_bias.shape))
+    pre = (f.float() + dt_bias).view(T, H, -1)
+    return lower_bound * torch.sigmoid(torch.exp(A_log)[:, None] * pre)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x [.., d] -> x / sqrt(sum x^2 + 1e-6), fp32."""
+    x = x.float()
+    return x / torch.sqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def update(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """state [H, d, d]; k, v, g [H, d] and beta [H] of one token, fp32 -> the state after it (a new tensor)."""
+    state = state * torch.exp(g)[:, :, None]
+    recalled = torch.matmul(k[:, None, :], state)
+    return state + k[:, :, None] * (beta[:, None, None] * (v[:, None, :] - recalled))
+
+
+def _check(q: Tensor, *others: Tensor) -> None:
+    (T, H, d), found = q.shape, [tuple(x.shape) for x in others]
+    assert found == [(T, H, d)] * 3 + [(T, H), (H, d, d)], (T, H, d, found)
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """q (scaled), k, v, g [T, H, d], beta [T, H], state [H, d, d], all fp32 -> (core [T, H, d], state)."""
+    _check(q, k, v, g, beta, state)
+    core = []
+    for t in range(q.shape[0]):
+        state = update(state, k[t], v[t], g[t], beta[t])
+        core.append(torch.matmul(q[t, :, None, :], state)[:, 0])
+    return torch.stack(core), state
+
+
+def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, w: int) -> tuple[Tensor, Tensor]:
+    """As `recurrent`, in chunks of `w` tokens; the tail of the last chunk is filled with tokens that change nothing."""
+    T, H, d = q.shape
+    _check(q, k, v, g, beta, state)
+    w = min(w, -(-T // SUB) * SUB)
+    step = max(1, SEGMENT // w) * w
+    core = []
+    for t in range(0, T, step):
+        part = [_split(x[t : t + step], w) for x in (q, k, v, g, beta[:, :, None])]
+        out, state = _segment(*part, state)
+        core.append(out.permute(0, 2, 1, 3).reshape(-1, H, d)[: min(step, T - t)])
+    return torch.cat(core), state
+
+
+def _split(x: Tensor, w: int) -> Tensor:
+    """[T, H, n] -> [chunks, H, w, n], zero filled."""
+    T, H, n = x.shape
+    chunks = -(-T // w)
+    x = torch.cat([x, x.new_zeros(chunks * w - T, H, n)]) if chunks * w > T else x
+    return x.view(chunks, w, H, n).transpose(1, 2).contiguous()
+
+
+def _segment(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """All [N, H, w, d] (beta [.., 1]) -> (core [N, H, w, d], state). Only the last loop, over chunks, is sequential."""
+    N, _, w, d = q.shape
+    A, B = _decayed(q, k, g)
+    since = g.cumsum(2).exp()
+    until = (g.flip(2).cumsum(2).flip(2) - g).exp()
+    eye = torch.eye(w, dtype=g.dtype, device=g.device)
+    right = torch.cat([beta * v, beta * k * since], -1)
+    solved = torch.linalg.solve_triangular(eye + beta * A, right, upper=False, unitriangular=True)
+    fresh, recall = solved[..., :d], solved[..., d:]
+    asked, kept, whole = q * since, (k * until).transpose(2, 3), since[:, :, -1, :, None]
+    core = []
+    for n in range(N):
+        u = fresh[n] - recall[n] @ state
+        core.append(asked[n] @ state + B[n] @ u)
+        state = whole[n] * state + kept[n] @ u
+    return torch.stack(core), state
+
+
+def _decayed(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """-> A[i, j] = sum_c k_i k_j e^(G_i - G_j) for j < i, and B likewise with q_i for j <= i; [N, H, w, w].
+
+    G is the running sum of g. Every exponent taken is a sum of g, so at most 0: between sub-blocks e^(G_i - G_j) is
+    split at the first token of i's sub-block; inside one, the pairs at each distance carry their own running sum.
+    """
+    N, H, w, _ = q.shape
+    sub = next(s for s in range(min(SUB, w), 0, -1) if w % s == 0)
+    A, B = q.new_zeros(N, H, w, w), q.new_zeros(N, H, w, w)
+    position = torch.arange(w, device=q.device)
+    between = torch.zeros_like(g)
+    for distance in range(sub):
+        later = position[position % sub >= distance]
+        earlier = later - distance
+        if distance:
+            between = between[:, :, : w - distance] + g[:, :, distance:]
+        scaled = k[:, :, earlier] * between[:, :, earlier].exp()
+        B[:, :, later, earlier] = (q[:, :, later] * scaled).sum(-1)
+        if distance:
+            A[:, :, later, earlier] = (k[:, :, later] * scaled).sum(-1)
+    for start in range(sub, w, sub):
+        rows = slice(start, start + sub)
+        head = g[:, :, rows].cumsum(2).exp()
+        gap = (g[:, :, :start].flip(2).cumsum(2).flip(2) - g[:, :, :start]).exp()
+        scaled = (k[:, :, :start] * gap).transpose(2, 3)
+        A[:, :, rows, :start] = (k[:, :, rows] * head) @ scaled
+        B[:, :, rows, :start] = (q[:, :, rows] * head) @ scaled
+    return A, B
+
+
+def gated_norm(core: Tensor, gate: Tensor, o_norm: Tensor, eps: float, out: torch.dtype) -> Tensor:
+    """core, gate [T, H, d], o_norm [d], shared by the heads -> norm(core) * sigmoid(gate), [T, H*d] in `out`."""
+    T, H, d = core.shape
+    assert (gate.shape, o_norm.shape) == ((T, H, d), (d,)), (tuple(gate.shape), tuple(o_norm.shape))
+    wide = core.float()
+    wide = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps) * o_norm.float()
+    return (wide * torch.sigmoid(gate.float())).reshape(T, H * d).to(out)

@@ -1,0 +1,208 @@
+"""What the engine remembers between calls, and how drafts that were rejected are forgotten.
+
+Per KDA layer: the matrix M [H, d_k, d_v] fp32 and the last conv inputs [n-1, 3*H*d]. Per DSA layer: the latents of all
+tokens, the pool keys of all complete pools, and the index keys and gates of recent tokens.
+
+A transaction (`begin`, then at most `ROWS` tokens, then `commit(kept)`) keeps the first `kept` of those tokens and
+leaves every state as if the others had never been seen, bit for bit: matrices are replayed from the entry state
+through the same update, the rest is cut back. Tensors handed out by `KdaState` are replaced, never written in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fast.errors import InputError
+from fast.linear import ROWS
+from fast.ops import kda
+
+
+class StateError(InputError):
+    """A state was asked for something it cannot do."""
+
+
+class Rows:
+    """A tensor [length, width] that grows at the end and can be cut back."""
+
+    def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.data = torch.empty(0, width, dtype=dtype, device=device)
+        self.length = 0
+
+    def append(self, rows: Tensor) -> None:
+        """Capacity at least doubles whenever it is exceeded."""
+        end = self.length + rows.shape[0]
+        if end > self.data.shape[0]:
+            grown = self.data.new_empty(max(end, 2 * self.data.shape[0], 256), self.data.shape[1])
+            grown[: self.length] = self.data[: self.length]
+            self.data = grown
+        self.data[self.length : end] = rows
+        self.length = end
+
+    def cut(self, length: int) -> None:
+        self.length = min(self.length, length)
+
+    def view(self) -> Tensor:
+        return self.data[: self.length]
+
+
+class KdaState:
+    """matrix [H, d, d] fp32, history [n-1, 3*H*d] storage."""
+
+    def __init__(self, matrix: Tensor, history: Tensor) -> None:
+        self.matrix, self.history = matrix, history
+        self._entry: tuple[Tensor, Tensor] | None = None
+        self._steps: list[tuple[Tensor, ...]] = []
+
+    def advance(self, matrix: Tensor, history: Tensor, step: Sequence[Tensor]) -> None:
+        """Take the state after a call; `step` = (k, v, g, beta), each [T, H, ..], is what replaying the call needs."""
+        self.matrix, self.history = matrix, history
+        if self._entry is not None:
+            self._steps.append((*(part[0] for part in step), history))
+
+    def begin(self) -> None:
+        self._entry, self._steps = (self.matrix, self.history), []
+
+    def commit(self, kept: int) -> None:
+        assert self._entry is not None
+        if kept < len(self._steps):
+            self.matrix, self.history = self._entry
+            for k, v, g, beta, history in self._steps[:kept]:
+                self.matrix, self.history = kda.update(self.matrix, k, v, g, beta), history
+        self._entry, self._steps = None, []
+
+    def arrays(self) -> dict[str, Tensor]:
+        return {"state": self.matrix, "conv_state": self.history}
+
+    def load(self, arrays: dict[str, Tensor]) -> None:
+        self.matrix, self.history = arrays["state"].clone(), arrays["conv_state"].clone()
+
+
+class DsaState:
+    """latents [n, L]; with an indexer of its own, pool keys [P, p] and the recent keys and gates [R, p].
+
+    The recent ones lie in a ring indexed by position modulo R. R is a multiple of the pool size that holds an
+    incomplete pool and a whole transaction, so that cutting back never needs a token that was overwritten.
+    """
+
+    def __init__(self, latent: int, index: int | None, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.latents = Rows(latent, dtype, device)
+        self.slots, self.indexed = slots, index is not None
+        self.pools = Rows(index or 0, dtype, device)
+        ring = slots * -(-(slots + ROWS) // slots)
+        self.keys, self.gates = torch.zeros(2, ring, index or 0, dtype=dtype, device=device).unbind()
+        self._entry = 0
+
+    @property
+    def length(self) -> int:
+        return self.latents.length
+
+    def append(self, latents: Tensor, keys: Tensor | None, gates: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """latents [T, L], keys and gates [T, p] of the next T tokens -> keys and gates of the pools they complete.
+
+        Both [P', S, p]; the caller pools them and appends the result to `pools`. None without an indexer.
+        """
+        start, T, S = self.length, latents.shape[0], self.slots
+        self.latents.append(latents)
+        if not self.indexed:
+            return None
+        assert keys is not None
+        assert gates is not None
+        ring = self.keys.shape[0]
+        open_, full = self._places(start - start % S, start), (start % S + T) // S * S
+        pools = tuple(
+            torch.cat([kept[open_], new])[:full].view(full // S, S, -1)
+            for kept, new in ((self.keys, keys), (self.gates, gates))
+        )
+        recent = self._places(start + max(0, T - ring), start + T)
+        self.keys[recent], self.gates[recent] = keys[-ring:], gates[-ring:]
+        return pools[0], pools[1]
+
+    def _places(self, start: int, end: int) -> Tensor:
+        return torch.arange(start, end, device=self.keys.device) % self.keys.shape[0]
+
+    def begin(self) -> None:
+        self._entry = self.length
+
+    def commit(self, kept: int) -> None:
+        self.latents.cut(self._entry + kept)
+        self.pools.cut(self.length // self.slots)
+
+    def arrays(self) -> dict[str, Tensor]:
+        found = {"latent": self.latents.view()}
+        if self.indexed:
+            tail = self._places(self.length - self.length % self.slots, self.length)
+            found |= {"pool_keys": self.pools.view(), "tail_keys": self.keys[tail], "tail_gates": self.gates[tail]}
+        return found
+
+    def load(self, arrays: dict[str, Tensor]) -> None:
+        self.latents.cut(0)
+        self.latents.append(arrays["latent"])
+        if self.indexed:
+            self.pools.cut(0)
+            self.pools.append(arrays["pool_keys"])
+            tail = self._places(self.length - self.length % self.slots, self.length)
+            self.keys[tail], self.gates[tail] = arrays["tail_keys"], arrays["tail_gates"]
+
+
+class State:
+    """All layers of one sequence. `layers` maps a name such as "layers.3" to that layer's state."""
+
+    def __init__(self, layers: dict[str, KdaState | DsaState]) -> None:
+        self.layers = layers
+        self.length = 0
+        self._entry: int | None = None
+
+    def advance(self, tokens: int) -> None:
+        """Count tokens whose states have been taken.
+
+        Raises StateError for more rows in a transaction than it can undo.
+        """
+        if self._entry is not None and self.length + tokens - self._entry > ROWS:
+            raise StateError(f"state: {self.length + tokens - self._entry} rows in one transaction, at most {ROWS}")
+        self.length += tokens
+
+    def begin(self) -> None:
+        """Open a transaction. Raises StateError when one is open."""
+        if self._entry is not None:
+            raise StateError(f"state: a transaction is open since token {self._entry}; commit it first")
+        self._entry = self.length
+        self._each(lambda layer: layer.begin())
+
+    def commit(self, kept: int) -> None:
+        """Keep the first `kept` tokens since `begin`; 0 undoes all of them. Raises StateError outside 0 .. seen."""
+        if self._entry is None:
+            raise StateError(f"state: commit of {kept} rows without a transaction")
+        seen = self.length - self._entry
+        if not 0 <= kept <= seen:
+            raise StateError(f"state: commit of {kept} rows, the transaction saw {seen}")
+        self._each(lambda layer: layer.commit(kept))
+        self.length, self._entry = self._entry + kept, None
+
+    def _each(self, act: Callable[[KdaState | DsaState], None]) -> None:
+        for layer in self.layers.values():
+            act(layer)
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Everything the next token depends on, and nothing else: `layers.i.state`, `layers.i.latent`, ... (views)."""
+        return {f"{name}.{key}": x for name, layer in self.layers.items() for key, x in layer.arrays().items()}
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of `arrays()` and of `length`, for `restore`: every layer at one and the same token."""
+        copies = {name: x.clone() for name, x in self.arrays().items()}
+        return {**copies, "length": torch.tensor(self.length)}
+
+    def restore(self, snapshot: dict[str, Tensor]) -> None:
+        """Raises StateError when the snapshot lacks a layer's state, has one too many, or mixes lengths."""
+        length = int(snapshot["length"])
+        expected = {*self.arrays(), "length"}
+        if expected != set(snapshot):
+            raise StateError(f"state: snapshot differs in {sorted(expected ^ set(snapshot))}")
+        for name in expected:
+            if name.endswith(".latent") and snapshot[name].shape[0] != length:
+                raise StateError(f"state: {name} holds {snapshot[name].shape[0]} tokens, the snapshot {length}")
+        for name, layer in self.layers.items():
+            layer.load({key: snapshot[f"{name}.{key}"] for key in layer.arrays()})
+        self.length, self._entry = length, None
