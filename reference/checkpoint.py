@@ -5,14 +5,14 @@ directory holds follows from the dtypes of its tensors, never from names of file
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from reference import errors as e
-from reference import layout, nvfp4
+from reference import layout, nvfp4, values
 from reference.config import ModelConfig, check_hf_quant_config, load
 from reference.fields import decode_json
 from reference.shard import Entry, Shard, read_header
@@ -20,7 +20,8 @@ from reference.shard import Entry, Shard, read_header
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 PROBLEM_CAP = 10_000
-INDEX_CAP = 1_000_000_000
+INDEX_CAP = 100_000_000
+CHECKED_AT_ONCE = 1 << 24
 
 
 @dataclass
@@ -283,44 +284,51 @@ class Checkpoint:
         return spec.dtype, spec.shape, self._files.data(name)
 
     def weight(self, name: str) -> np.ndarray:
-        """Values of a tensor as float32 (exact for every stored dtype but NVFP4, which decodes as `nvfp4.decode`).
+        """Values of a tensor as float32: exact for BF16, F32 and scales; packed weights as `nvfp4.decode` defines.
 
-        Raises `NonFiniteWeightError`, `BlockScaleError` or `TensorScaleError` naming tensor and position.
+        Raises `NonFiniteWeightError`, `BlockScaleError` or `TensorScaleError`, naming file, tensor and position.
         """
         spec = self._spec(name)
-        return self.rows(name, 0, spec.shape[0]) if spec.shape else values(self.where(name), *self.raw(name))
+        return self.rows(name, 0, spec.shape[0]) if spec.shape else values.decode(self.where(name), *self.raw(name))
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """`weight(name)[start:stop]`, reading only those rows."""
-        dtype, shape, data = self.raw(name)
-        part = _row_bytes(shape, data, start, stop)
-        shape = (max(0, min(stop, shape[0]) - start), *shape[1:])
+        dtype, (length, *rest), data = self.raw(name)
+        stop = min(stop, length)
+        shape = (stop - start, *rest)
+        part = _row_bytes(length, data, start, stop)
         if dtype != "U8":
-            return values(self.where(name), dtype, shape, part, start)
-        scales = self.raw(f"{name}_scale")
-        scale_2 = values(self.where(f"{name}_scale_2"), *self.raw(f"{name}_scale_2"))
-        codes = np.frombuffer(part, np.uint8).reshape(shape)
-        scale = np.frombuffer(_row_bytes(*scales[1:], start, stop), np.uint8).reshape(shape[0], -1)
-        check_block_scales(self.where(f"{name}_scale"), scale, start)
-        return nvfp4.decode(codes, scale, scale_2, name=self.where(name))
+            return values.decode(self.where(name), dtype, shape, part, start)
+        scale_name = f"{name}_scale"
+        scale_dtype, (_, blocks), scale_data = self.raw(scale_name)
+        scale_part = _row_bytes(length, scale_data, start, stop)
+        values.check(self.where(scale_name), scale_dtype, (stop - start, blocks), scale_part, start)
+        return nvfp4.decode(
+            np.frombuffer(part, np.uint8).reshape(shape),
+            np.frombuffer(scale_part, np.uint8).reshape(stop - start, blocks),
+            self.weight(f"{name}_scale_2"),
+            name=self.where(name),
+        )
+
+    def check_values(self, name: str) -> None:
+        """Read a whole tensor and refuse it as `weight` would, without decoding it."""
+        dtype, shape, data = self.raw(name)
+        if dtype == "U8":
+            if self.weight(f"{name}_scale_2") == 0 and np.any(np.frombuffer(data, np.uint8) & 0x77):
+                raise e.TensorScaleError(f"{self.where(name)}_scale_2: 0, but the codes are not all zero")
+            return
+        if not shape:
+            values.check(self.where(name), dtype, shape, data)
+            return
+        step = max(1, CHECKED_AT_ONCE // max(1, len(data) // max(1, shape[0])))
+        for start in range(0, shape[0], step):
+            stop = min(start + step, shape[0])
+            part = _row_bytes(shape[0], data, start, stop)
+            values.check(self.where(name), dtype, (stop - start, *shape[1:]), part, start)
 
     def where(self, name: str) -> str:
+        """The file and tensor, as messages name them."""
         return f"{self._files.shards[name].header.path}: tensor {name}"
-
-    def verify(self) -> Iterator[tuple[str, e.InputError | None]]:
-        """Read every value once; yields each name with what is wrong with its values, or None."""
-        for name, spec in self.specs.items():
-            try:
-                rows = spec.shape[0] if spec.shape else 0
-                step = max(1, (1 << 24) // max(1, spec.nbytes // max(1, rows)))
-                for start in range(0, max(rows, 1), step):
-                    if spec.shape:
-                        self.rows(name, start, min(start + step, rows))
-                    else:
-                        self.weight(name)
-                yield name, None
-            except e.ValueRangeError as error:
-                yield name, error
 
     def _spec(self, name: str) -> layout.TensorSpec:
         spec = self.specs.get(name)
@@ -329,51 +337,9 @@ class Checkpoint:
         return spec
 
 
-def _row_bytes(shape: tuple[int, ...], data: memoryview, start: int, stop: int) -> memoryview:
-    width = len(data) // shape[0] if shape[0] else 0
+def _row_bytes(rows: int, data: memoryview, start: int, stop: int) -> memoryview:
+    width = len(data) // rows if rows else 0
     return data[start * width : stop * width]
-
-
-def values(where: str, dtype: str, shape: tuple[int, ...], data: memoryview, first_row: int = 0) -> np.ndarray:
-    """Stored bytes -> float32 values: BF16 and F32 exactly, F8_E4M3 as block scales. Refuses what is not finite."""
-    if dtype == "F8_E4M3":
-        scale = np.frombuffer(data, np.uint8).reshape(shape)
-        check_block_scales(where, scale, first_row)
-        return nvfp4.E4M3[scale]
-    if dtype == "BF16":
-        result = (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
-    else:
-        assert dtype == "F32", dtype
-        result = np.frombuffer(data, "<f4").astype(np.float32)
-    result = result.reshape(shape)
-    bad = ~np.isfinite(result)
-    scale_name = where.endswith(("weight_scale_2", "input_scale"))
-    if scale_name and not bad.any():
-        bad = result < 0
-    if bad.any():
-        kind = e.TensorScaleError if scale_name else e.NonFiniteWeightError
-        raise kind(
-            f"{where}{_position(bad, first_row)}: {result[bad][0]}, expected a finite value{' >= 0' * scale_name}"
-        )
-    return result
-
-
-def check_block_scales(where: str, scale: np.ndarray, first_row: int = 0) -> None:
-    """Every block scale must be a non-negative number: 0x7F is NaN, 0x80 and above carry a sign."""
-    bad = scale >= 0x7F
-    if bad.any():
-        raise e.BlockScaleError(
-            f"{where}{_position(bad, first_row)}: block scale 0x{int(scale[bad][0]):02x} is NaN or negative, "
-            "expected 0x00..0x7e"
-        )
-
-
-def _position(bad: np.ndarray, first_row: int) -> str:
-    if bad.ndim == 0:
-        return ""
-    index = [int(axis[0]) for axis in np.nonzero(bad)]
-    index[0] += first_row
-    return f" at {index}"
 
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
