@@ -1,0 +1,357 @@
+"""One rebased step, engine against reference: every test whose allowed value is computed from the step's own input.
+
+A tap is laid out as [T, J]: rows are tokens (or whatever its first axis is), columns all other axes, and `heads` groups
+columns where the tap has three axes. The tests look at single elements, at the size of the error per row, column, head
+and whole, and at its systematic part: its component along the expected values (a scale error) and its mean (an offset).
+The last two see shifts far below the element bound.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from conformance.judge.result import Check, Flip, TapRow, Value
+from conformance.judge.spread import Floats, Singles, Spread, element_quantile, measure, scale_quantile, tail_quantile
+
+FAMILIES = 15
+_SIGNIFICAND = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
+_LOWEST = {"bfloat16": -133, "float16": -24, "float32": -149, "float64": -1074}
+_FINE_BITS = 13
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is compared: `tap`, recomputed from `inputs`. `time` says whether axis 0 is the token axis.
+
+    `length` is the longest contraction in the step: an fp32 accumulator that truncates may shift a sum by
+    `length` * 2^-24 of its value. `widen` multiplies the samples' deviations, for steps in fp32 only, where the samples
+    hold one rounding per dot product and an engine has one per addition (sqrt(length)). `fine` marks a tap that must
+    carry fp32 precision.
+    """
+
+    order: int
+    tap: str
+    layer: int | None
+    name: str
+    inputs: tuple[str, ...]
+    time: bool = True
+    length: int = 1
+    widen: float = 1.0
+    fine: bool = False
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`probability` of a false alarm per family of tests and tap; `clumping` >= 1 widens sums over tokens.
+
+    Equal tokens meet equal rounding errors, so T tokens are worth fewer independent ones: `clumping` is
+    sqrt(sum n_c^2 / T) over the counts n_c of each distinct token.
+    """
+
+    probability: float
+    clumping: float = 1.0
+
+    @classmethod
+    def of(cls, run: float, rows: int, tokens: npt.NDArray[np.integer]) -> Budget:
+        """Splits the run's false-alarm probability evenly over `rows` taps and their families of tests."""
+        counts = np.unique(tokens, return_counts=True)[1].astype(np.float64)
+        clumping = math.sqrt(float(np.sum(counts**2)) / max(len(tokens), 1))
+        return cls(run / max(rows * FAMILIES, 1), max(clumping, 1.0))
+
+
+def half_ulp(values: Floats, dtype: str) -> Floats:
+    """Largest rounding error of storing `values` in `dtype` to nearest, same shape, float64."""
+    exponent = np.maximum(np.frexp(np.abs(values))[1] - _SIGNIFICAND[dtype], _LOWEST[dtype])
+    return np.ldexp(0.5, exponent)
+
+
+def on_grid(values: npt.NDArray[np.floating], bits: int) -> npt.NDArray[np.bool_]:
+    """True where the fp32 representation of a value has its lowest `bits` bits zero (16: bf16, 13: TF32 or fp16)."""
+    pattern = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    return (pattern & np.uint32((1 << bits) - 1)) == 0
+
+
+def stored_as(engine: npt.NDArray) -> str:
+    """The coarsest format that holds every value of a tap: engines may upcast bf16 results to write them."""
+    name = str(engine.dtype)
+    if name in ("float32", "float64") and bool(np.all(on_grid(engine, 16) | ~np.isfinite(engine))):
+        return "bfloat16"
+    return name
+
+
+def store(values: Floats, dtype: str) -> Floats:
+    """`values` rounded to nearest even in `dtype`, back as float64."""
+    kinds = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+    if dtype not in kinds:
+        return values
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32) if dtype == "bfloat16" else values
+        return narrow.astype(kinds[dtype]).astype(np.float64)
+
+
+def judge(
+    step: Step,
+    engine: npt.NDArray,
+    centre: Floats,
+    samples: Floats,
+    budget: Budget,
+    *,
+    valid: npt.NDArray[np.bool_] | None = None,
+    choices: int = 0,
+    flips: tuple[Flip, ...] = (),
+) -> TapRow:
+    """engine and centre [T,...], samples [B,T,...]; `valid` (broadcastable to centre) marks what is compared.
+
+    The samples are first stored the way the engine stores the tap. Raises ValueError when shapes differ: the caller
+    checks the trace against the config first.
+    """
+    if engine.shape != centre.shape or samples.shape[1:] != centre.shape:
+        raise ValueError(f"{step.tap}: engine {engine.shape}, centre {centre.shape}, samples {samples.shape}")
+    fold = centre.shape[0] * centre.shape[1] if centre.ndim == 3 and not step.time else centre.shape[0]
+    shape = (fold, centre.size // max(fold, 1))
+    heads = centre.shape[1] if centre.ndim == 3 and step.time else 1
+    kind = stored_as(engine)
+    actual = engine.astype(np.float64).reshape(shape)
+    expected = centre.reshape(shape)
+    used = np.ones(shape, bool) if valid is None else np.broadcast_to(valid, centre.shape).reshape(shape)
+    broken = used & ~(np.isfinite(actual) & np.isfinite(expected))
+    fit = used & ~broken
+    drawn = store(samples.reshape(-1, *shape), kind)
+    with np.errstate(invalid="ignore"):
+        deviations = np.where(fit, (drawn - expected) * step.widen, 0.0)
+        error = np.where(fit, actual - expected, 0.0)
+    expected_fit = np.where(fit, expected, 0.0)
+    spread = measure(expected_fit, deviations)
+    drift = step.length * 2.0**-24
+    checks = _Tests(step, spread, error, fit, heads, drift, budget).run()
+
+    allowed = (
+        element_quantile(spread.noise, budget.probability / max(shape[0] * shape[1], 1)) * spread.sigma
+        + half_ulp(expected_fit, kind)
+        + drift * np.abs(expected_fit)
+    )
+    ratio = np.where(broken, np.inf, np.divide(np.abs(error), allowed, out=np.zeros(shape), where=error != 0))
+    failing = int(np.count_nonzero(ratio > 1))
+    checks.insert(0, _element_check(ratio, allowed, error, step, centre.shape))
+    if broken.any():
+        checks.insert(0, Check("finite", float(broken.sum()), 0.0, math.inf, False, "NaN or infinity"))
+    if step.fine:
+        checks.append(_grid_check(actual, expected, fit, budget))
+    return _row(
+        step, checks, ratio, allowed, actual, expected, error, fit, spread, failing, centre.shape, choices, flips
+    )
+
+
+@dataclass(frozen=True)
+class _Tests:
+    """The families of aggregate tests on standardised residuals z = error / sigma, each against the samples' own."""
+
+    step: Step
+    spread: Spread
+    error: Floats
+    fit: npt.NDArray[np.bool_]
+    heads: int
+    drift: float
+    budget: Budget
+
+    def run(self) -> list[Check]:
+        z = (self.error / self.spread.sigma).astype(np.float32)
+        null, template = self.spread.noise, self.spread.template * self.fit
+        clump = self.budget.clumping if self.step.time else 1.0
+        out = []
+        for axis, clumping in (("row", 1.0), ("column", clump), ("head", clump), ("", clump)):
+            if axis == "head" and self.heads < 2:
+                continue
+            count = self._sum(np.asarray(self.fit, np.float32), axis)
+            norm = np.sqrt(self._sum(template**2, axis))
+            drift = self.drift * norm
+            out.append(self._size(axis, z, null, count, drift, clumping))
+            scale_z, scale_null = (self._linear(x, template, norm, axis) for x in (z, null))
+            out.append(self._shift("scale" if axis else "bias", axis, scale_z, scale_null, drift, clumping))
+            if axis in ("row", "column"):
+                offset_z, offset_null = (_quotient(self._sum(x * self.fit, axis), np.sqrt(count)) for x in (z, null))
+                lean = self.drift * _quotient(self._sum(np.abs(template), axis), np.sqrt(count))
+                out.append(self._shift("mean", axis, offset_z, offset_null, lean, clumping))
+            if axis == "column":
+                out.append(self._crowd("mean.rms", offset_z, offset_null, lean, clumping))
+                out.append(self._crowd("scale.rms", scale_z, scale_null, drift, clumping))
+        return out
+
+    def _sum(self, x: Singles, axis: str) -> Singles:
+        """Sums [..,T,J] over everything but the groups of `axis`: -> [..,G]."""
+        if axis == "row":
+            return x.sum(axis=-1)
+        columns = x.sum(axis=-2)
+        if axis == "column":
+            return columns
+        groups = self.heads if axis == "head" else 1
+        return columns.reshape(*columns.shape[:-1], groups, -1).sum(axis=-1)
+
+    def _linear(self, x: Singles, template: Singles, norm: Singles, axis: str) -> Singles:
+        return _quotient(self._sum(x * template, axis), norm)
+
+    def _size(self, axis: str, z: Singles, null: Singles, count: Singles, drift: npt.NDArray, clumping: float) -> Check:
+        """Root mean square of z per group; the drift adds in quadrature."""
+        actual = np.sqrt(_quotient(self._sum(z**2, axis), count))
+        drawn = np.sqrt(_quotient(self._sum(null**2, axis), count))
+        used = count > 0
+        quantile = tail_quantile(drawn[..., used], self._share(used)) if used.any() else 0.0
+        middle = float(drawn[..., used].mean()) if used.any() else 0.0
+        allowed = np.sqrt((middle + (quantile - middle) * clumping) ** 2 + _quotient(drift**2, count))
+        return _worst(axis or "rms", axis, actual, allowed)
+
+    def _shift(
+        self, name: str, axis: str, z: npt.NDArray, null: npt.NDArray, drift: npt.NDArray, clumping: float
+    ) -> Check:
+        used = np.any(null != 0, axis=0) | (z != 0)
+        quantile = scale_quantile(null[..., used], self._share(used)) if used.any() else 0.0
+        label = f"{name}.{axis}" if axis else name
+        return _worst(label, axis, np.abs(z), quantile * clumping + drift)
+
+    def _crowd(self, name: str, z: npt.NDArray, null: npt.NDArray, drift: npt.NDArray, clumping: float) -> Check:
+        """Root mean square over columns of a per-column shift: many small shifts that no single column shows."""
+        actual = np.sqrt(np.mean(z**2, keepdims=True))
+        drawn = np.sqrt(np.mean(null**2, axis=-1))
+        quantile = tail_quantile(drawn, self.budget.probability)
+        allowed = quantile * clumping + np.sqrt(np.mean(drift**2, keepdims=True))
+        return _worst(name, "", actual, allowed)
+
+    def _share(self, used: npt.NDArray[np.bool_]) -> float:
+        return self.budget.probability / max(int(used.sum()), 1)
+
+
+def _quotient(top: npt.NDArray, bottom: npt.NDArray) -> npt.NDArray:
+    bottom = np.broadcast_to(bottom, top.shape)
+    return np.divide(top, bottom, out=np.zeros_like(top), where=bottom > 0)
+
+
+def _worst(name: str, axis: str, statistic: npt.NDArray, allowed: npt.NDArray) -> Check:
+    """The group with the largest statistic / allowed; a statistic of exactly zero passes whatever is allowed."""
+    statistic = np.asarray(statistic, np.float64)
+    allowed = np.broadcast_to(np.asarray(allowed, np.float64), statistic.shape)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(statistic == 0, 0.0, statistic / allowed)
+    at = int(np.argmax(ratio))
+    value = float(ratio[at])
+    return Check(name, float(statistic[at]), float(allowed[at]), value, value <= 1, f"{axis} {at}" if axis else "")
+
+
+def _element_check(ratio: Floats, allowed: Floats, error: Floats, step: Step, shape: tuple[int, ...]) -> Check:
+    if ratio.size == 0:
+        return Check("element", 0.0, 0.0, math.inf, False, "nothing compared")
+    at = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+    index = np.unravel_index(int(np.argmax(ratio)), shape)
+    value = float(ratio[at])
+    return Check("element", abs(float(error[at])), float(allowed[at]), value, value <= 1, f"{[int(i) for i in index]}")
+
+
+def _grid_check(actual: Floats, expected: Floats, fit: npt.NDArray[np.bool_], budget: Budget) -> Check:
+    """Values with 13 zero low bits although the exact ones have none: chance makes n / 2^13 of those.
+
+    The allowed count is Bernstein's bound for that many rare independent events.
+    """
+    telling = fit & ~on_grid(expected, _FINE_BITS) & (np.abs(expected) > 2.0**-100)
+    count = int(np.count_nonzero(telling & on_grid(actual, _FINE_BITS)))
+    mean = int(np.count_nonzero(telling)) * 2.0**-_FINE_BITS
+    log = -math.log(budget.probability)
+    allowed = mean + log / 3.0 + math.sqrt(2.0 * mean * log + (log / 3.0) ** 2)
+    where = f"{count} of {int(np.count_nonzero(telling))} values have at most 11 significant bits; fp32 is required"
+    return Check("grid", float(count), allowed, count / allowed, count <= allowed, where if count > allowed else "")
+
+
+def make_value(
+    index: tuple[int, ...],
+    token: int | None,
+    expected: float,
+    actual: float,
+    error: float,
+    allowed: float,
+    ratio: float,
+) -> Value:
+    return Value(index, token, expected, actual, _hex(expected), _hex(actual), error, allowed, ratio)
+
+
+def _hex(value: float) -> str:
+    return float(value).hex()
+
+
+def _values(
+    step: Step, ratio: Floats, allowed: Floats, actual: Floats, expected: Floats, shape: tuple[int, ...], failing: int
+) -> tuple[Value, ...]:
+    """The worst failing elements, or the single worst one of a step without any."""
+    count = min(max(failing, 1), _SHOWN, ratio.size)
+    order = np.argsort(ratio, axis=None)[::-1][:count]
+    out = []
+    for flat in order:
+        at = np.unravel_index(int(flat), ratio.shape)
+        index = tuple(int(i) for i in np.unravel_index(int(flat), shape))
+        want, got, limit = float(expected[at]), float(actual[at]), float(allowed[at])
+        token = index[0] if step.time else None
+        out.append(make_value(index, token, want, got, abs(got - want), limit, float(ratio[at])))
+    return tuple(out)
+
+
+def _row(
+    step: Step,
+    checks: list[Check],
+    ratio: Floats,
+    allowed: Floats,
+    actual: Floats,
+    expected: Floats,
+    error: Floats,
+    fit: npt.NDArray[np.bool_],
+    spread: Spread,
+    failing: int,
+    shape: tuple[int, ...],
+    choices: int,
+    flips: tuple[Flip, ...],
+) -> TapRow:
+    named = {check.name: check for check in checks}
+    size = max(float(np.sum(np.where(fit, expected, 0.0) ** 2)), 5e-324)
+    compared = int(fit.sum()) + sum(check.name == "finite" for check in checks)
+    seen = ratio[fit] if fit.any() else np.array([math.inf])
+    bad = [check for check in checks if not check.passed]
+    rms = named["rms"]
+    row, column = named["row"], named["column"]
+    message = ""
+    if bad:
+        worst = bad[0]
+        message = f"{worst.name} {worst.statistic:.4g}, allowed {worst.allowed:.4g} ({worst.ratio:.3g} x) {worst.where}"
+    return TapRow(
+        order=step.order,
+        tap=step.tap,
+        layer=step.layer,
+        step=step.name,
+        inputs=step.inputs,
+        kind="bounded",
+        passed=not bad and compared > 0,
+        compared=compared,
+        failing=failing,
+        max_ratio=float(ratio.max(initial=0.0)),
+        p999_ratio=float(np.quantile(seen, 0.999)),
+        median_ratio=float(np.median(seen)),
+        bias=float(np.sum(error * np.where(fit, expected, 0.0))) / size,
+        bias_ratio=named["bias"].ratio,
+        relative_l2=math.sqrt(float(np.sum(error**2)) / size),
+        relative_l2_allowed=math.sqrt(float(np.sum(np.where(fit, spread.sigma, 0.0) ** 2)) / size) * rms.allowed,
+        worst_row=_position(row),
+        worst_row_ratio=row.ratio,
+        worst_column=_position(column),
+        worst_column_ratio=column.ratio,
+        checks=tuple(checks),
+        by_token=tuple(float(x) for x in ratio.max(axis=1)) if step.time else (),
+        values=_values(step, ratio, allowed, actual, expected, shape, failing),
+        choices=choices,
+        flips=flips,
+        message=message,
+    )
+
+
+def _position(check: Check) -> int | None:
+    return int(check.where.split()[-1]) if check.where else None
