@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,19 @@ LEAST_SHARDS = 3
 Progress = Callable[[str, int], None]
 
 
-def write_export(source: Source, raw: dict[str, Any], directory: Path, export: str, progress: Progress) -> None:
+def write_export(
+    source: Source,
+    raw: dict[str, Any],
+    directory: Path,
+    export: str,
+    progress: Progress,
+    *,
+    companions: Sequence[Path] = (),
+) -> None:
     """Write `source` (whose config.json without quantization is `raw`) to `directory`, which must not hold anything.
 
-    `progress(name, bytes)` is called for each stored tensor written. Raises `OutputError`.
+    `progress(name, bytes)` is called for each piece written, with the name at a tensor's first piece. `companions` are
+    copied beside the weights. Raises `OutputError`, and whatever the source raises.
     """
     directory = Path(directory)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -54,6 +63,8 @@ def write_export(source: Source, raw: dict[str, Any], directory: Path, export: s
         (partial / "generation_config.json").write_text(generation_config_json(raw), encoding="utf-8")
         if export == "nvidia":
             (partial / "hf_quant_config.json").write_text(hf_quant_config_json(raw), encoding="utf-8")
+        for path in companions:
+            shutil.copyfile(path, partial / path.name)
         partial.rename(directory)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

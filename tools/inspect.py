@@ -1,0 +1,176 @@
+"""`glm53 inspect`: what a checkpoint directory holds, and everything about it that is not as it should be."""
+
+import fnmatch
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from reference import errors as e
+from reference import layout
+from reference.checkpoint import Checkpoint, Scan, scan
+from tools.output import write_json
+from tools.progress import byte_bar
+
+LISTED = 40
+
+
+def inspect(directory: Path, *, read_values: bool = True, quiet: bool = False) -> dict[str, Any]:
+    """Everything `--json` shows. Only a directory that does not exist raises; all else is listed under `problems`."""
+    if not directory.is_dir():
+        raise e.IndexFileError(f"{directory}: not a directory")
+    found = scan(directory)
+    problems = list(found.problems)
+    entries = found.files.entries
+    data_bytes = sum(entry.end - entry.begin for entry in entries.values())
+    if found.files.total_size not in (None, data_bytes):
+        problems.append(
+            e.TotalSizeError(
+                f"{directory}: the index says total_size {found.files.total_size}, the shards hold {data_bytes} bytes"
+            )
+        )
+    if read_values:
+        with byte_bar(f"reading {directory.name}", data_bytes, quiet) as advance:
+            problems += _value_problems(found, advance)
+    tensors = sum(family["tensors"] for family in _families(found).values())
+    assert tensors == len(entries), (tensors, len(entries))
+    return {
+        "directory": str(directory),
+        "export": found.export,
+        "config_sha256": found.config.sha256 if found.config else None,
+        "gate_rank": found.gate_rank,
+        "shards": len({shard.header.path for shard in found.files.shards.values()}),
+        "tensors": len(entries),
+        "bytes": data_bytes,
+        "families": _families(found),
+        "roles": _roles(found),
+        "problems": [{"kind": type(problem).__name__, "message": str(problem)} for problem in problems],
+        "notes": _notes(found),
+        "values_read": read_values,
+    }
+
+
+def _value_problems(found: Scan, advance: Callable[[str, int], None]) -> list[e.InputError]:
+    """What is wrong with the values of those tensors whose dtype and shape are right."""
+    if found.config is None or found.export is None or found.gate_rank is None:
+        return []
+    checkpoint = Checkpoint(found)
+    sound = {name for name, spec in found.specs.items() if _sound(found, name, spec)}
+    problems: list[e.InputError] = []
+    for name in found.specs:
+        spec = found.specs[name]
+        if name in sound and (spec.packed != name or f"{name}_scale_2" in sound):
+            advance(name, spec.nbytes)
+            try:
+                checkpoint.check_values(name)
+            except e.InputError as error:
+                # A bad weight_scale_2 is reported once, under its own name.
+                if not (spec.packed == name and "weight_scale_2" in str(error) and "codes" not in str(error)):
+                    problems.append(error)
+    return problems
+
+
+def _sound(found: Scan, name: str, spec: layout.TensorSpec) -> bool:
+    entry = found.files.entries.get(name)
+    return entry is not None and (entry.dtype, entry.shape) == (spec.dtype, spec.shape)
+
+
+def _families(found: Scan) -> dict[str, dict[str, Any]]:
+    """family -> tensors and bytes as stored; what the layout does not know is under "unknown"."""
+    families: dict[str, dict[str, Any]] = {}
+    for name, entry in found.files.entries.items():
+        spec = found.specs.get(name)
+        family = families.setdefault(spec.family if spec else "unknown", {"tensors": 0, "bytes": 0})
+        family["tensors"] += 1
+        family["bytes"] += entry.end - entry.begin
+    order = {family: position for position, family in enumerate(layout.FAMILIES)}
+    return dict(sorted(families.items(), key=lambda item: order.get(item[0], len(order))))
+
+
+def _roles(found: Scan) -> list[dict[str, Any]]:
+    """One line per name pattern and dtype."""
+    roles: dict[tuple[str, str, str], list[int]] = {}
+    for name, entry in found.files.entries.items():
+        spec = found.specs.get(name)
+        key = (spec.family if spec else "unknown", layout.classify(name)[0], entry.dtype)
+        count = roles.setdefault(key, [0, 0])
+        count[0] += 1
+        count[1] += entry.end - entry.begin
+    return [
+        {"family": family, "role": role, "dtype": dtype, "tensors": count, "bytes": size}
+        for (family, role, dtype), (count, size) in roles.items()
+    ]
+
+
+def _notes(found: Scan) -> list[str]:
+    """Oddities that change nothing here and that other loaders trip over."""
+    if found.config is None:
+        return []
+    notes = [f"{name}: key not read" for name in found.config.unread]
+    quantization = found.config.quantization
+    if quantization is None:
+        return [*notes, "config.json has no quantization_config"]
+    ignored = re.compile("|".join(fnmatch.translate(pattern) for pattern in quantization.ignore) or r"(?!)")
+    unlisted, listed = [], []
+    for name, entry in found.files.entries.items():
+        if not name.endswith(".weight") or len(entry.shape) != 2 or name.endswith("embed_tokens.weight"):
+            continue
+        module = name.removesuffix(".weight")
+        if entry.dtype == "U8" and ignored.match(module):
+            listed.append(module)
+        if entry.dtype != "U8" and not ignored.match(module):
+            unlisted.append(module)
+    if unlisted:
+        notes.append(
+            f"{len(unlisted)} linear layers are not packed, and the ignore list does not say so (first: {unlisted[0]})"
+        )
+    if listed:
+        notes.append(f"{len(listed)} packed linear layers are in the ignore list (first: {listed[0]})")
+    return notes
+
+
+def show(result: dict[str, Any], console: Console) -> None:
+    """The report for a terminal."""
+    console.print(
+        f"{result['directory']}: export {result['export'] or 'unknown'}, {result['tensors']:,} tensors, "
+        f"{result['bytes']:,} bytes in {result['shards']} shards",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("role")
+    table.add_column("tensors", justify="right")
+    table.add_column("bytes", justify="right")
+    for family, total in result["families"].items():
+        table.add_row(family, f"{total['tensors']:,}", f"{total['bytes']:,}")
+    console.print(table)
+    for note in result["notes"]:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+    problems = result["problems"]
+    for problem in problems[:LISTED]:
+        console.print(f"{problem['kind']}: {problem['message']}", highlight=False, markup=False, soft_wrap=True)
+    if len(problems) > LISTED:
+        console.print(f"... and {len(problems) - LISTED:,} more; --json FILE holds all", highlight=False)
+    console.print(f"{len(problems):,} problems" if problems else "as the export stores it", highlight=False)
+
+
+def command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint directory.")],
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON.")] = None,
+    headers_only: Annotated[bool, typer.Option("--headers-only", help="Do not read the values.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar, no report.")] = False,
+) -> None:
+    """Classify every tensor and list every departure from the known layout; exit 1 when there is one.
+
+    Example: glm53 inspect GLM-5.3-Flash-NVFP4 --headers-only --json layout.json
+    """
+    result = inspect(directory, read_values=not headers_only, quiet=quiet)
+    write_json(json_file, result)
+    if not quiet:
+        show(result, Console())
+    if result["problems"]:
+        raise typer.Exit(1)

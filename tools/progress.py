@@ -1,0 +1,28 @@
+"""A progress bar on stderr that is silent when stderr is not a terminal or when asked to be quiet."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+
+@contextmanager
+def byte_bar(label: str, total: int, quiet: bool = False) -> Iterator[Callable[[str, int], None]]:
+    """Yields `advance(name, bytes)`; a non-empty name is shown beside the bar."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[name]}"),
+    )
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(label, total=total, name="")
+
+        def advance(name: str, size: int) -> None:
+            progress.update(task, advance=size, **({"name": name} if name else {}))
+
+        yield advance
