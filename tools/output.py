@@ -8,7 +8,7 @@ from tools.errors import UsageError
 
 
 def write_json(path: Path | None, value: Any) -> None:
-    """Write `value` where `--json FILE` says, if it was given. Raises `UsageError` for a file that cannot be written."""
+    """Write `value` where `--json FILE` says, if given. Raises `UsageError` for a file that cannot be written."""
     if path is None:
         return
     try:

@@ -23,6 +23,8 @@ def byte_bar(label: str, total: int, quiet: bool = False) -> Iterator[Callable[[
         task = progress.add_task(label, total=total, name="")
 
         def advance(name: str, size: int) -> None:
-            progress.update(task, advance=size, **({"name": name} if name else {}))
+            progress.advance(task, size)
+            if name:
+                progress.update(task, name=name)
 
         yield advance

@@ -18,9 +18,9 @@ UNCALIBRATED = np.float32(1.0)
 
 
 class DirectorySource:
-    """`Source` over a directory whose tensors are BF16 or FP32 values, or E4M3 with `weight_scale_inv`.
+    """`Source` over a directory of BF16 or FP32 values, or of E4M3 with one `weight_scale_inv` per 128 x 128.
 
-    An FP8 weight counts as the BF16 rounding of code * scale, which is what its BF16 twin holds. Nothing tells how large
+    A weight in FP8 is the BF16 rounding of code * scale, which is what its BF16 twin holds. Nothing tells how large
     activations are, so `input_scale` is 1: an FP4 activation block then spans 2^-9 * 6 to 2688.
     Raises an `InputError` for a directory that is neither, or whose tensors are not those of its config.
     """
