@@ -1,15 +1,15 @@
 """NVFP4 on torch tensors: encode by ModelOpt's dynamic path, decode, and the two scans that refuse lying scales.
 
 A packed linear [rows, cols] is codes u8 [rows, cols/2] (column 2j in the low nibble of byte j), block scales as E4M3
-bytes u8 [rows, cols/16], row-major, and one fp32 multiplier. Its value is (code x float(block scale)) x scale_2, left to
-right in fp32. code x block scale has at most six significant bits, so it is exact in bf16 too.
+bytes u8 [rows, cols/16], row-major, and one fp32 multiplier. Its value is (code x float(block scale)) x scale_2, left
+to right in fp32. code x block scale has at most six significant bits, so it is exact in bf16 too.
 
 Encoding, every step in fp32 and rounded to nearest even:
 
     scale_2 = amax / 2688                              1.0 when that is zero
     block   = amax16 / (6 * scale_2)                   0 becomes 1.0; clamped to [2^-9, 448]; cast to E4M3
-    code    = x / (float(block) * scale_2)             nearest of 0 .5 1 1.5 2 3 4 6, ties to the even code, beyond 6 is 6
-    sign    = x < 0                                    so -0.0 and +0.0 both store 0x0, a small negative value 0x8
+    code    = x / (float(block) * scale_2)             nearest of 0 .5 1 1.5 2 3 4 6, ties to the even code
+    sign    = x < 0          above 6 stores 6;         so -0.0 and +0.0 both store 0x0, a small negative value 0x8
 """
 
 from __future__ import annotations
@@ -73,13 +73,25 @@ def encode(w: Tensor, name: str = "weight") -> Packed:
         raise WrongShapeError(f"{name}: shape {list(w.shape)}, expected two dimensions, the last a multiple of {BLOCK}")
     rows, cols = w.shape
     check_finite(w, name)
-    scale_2 = tensor_scale(w.abs().amax())
+    scale_2 = tensor_scale(amax(w))
     codes = torch.empty(rows, cols // 2, dtype=torch.uint8, device=w.device)
     scale = torch.empty(rows, cols // BLOCK, dtype=torch.uint8, device=w.device)
+    encode_all(w, scale_2, codes, scale)
+    return Packed(codes, scale, scale_2)
+
+
+def encode_all(w: Tensor, scale_2: Tensor, codes: Tensor, scale: Tensor) -> None:
+    """w [rows, cols] finite, possibly a slice; fills codes and scale, `ENCODE_ELEMENTS` values at a time."""
+    rows, cols = w.shape
     step = encode_rows_at_a_time(cols)
     for row in range(0, rows, step):
         encode_rows(w[row : row + step], scale_2, codes[row : row + step], scale[row : row + step])
-    return Packed(codes, scale, scale_2)
+
+
+def amax(w: Tensor) -> Tensor:
+    """Largest magnitude of w, without a copy of it."""
+    low, high = torch.aminmax(w)
+    return torch.maximum(-low, high)
 
 
 def tensor_scale(amax: Tensor) -> Tensor:
@@ -100,7 +112,7 @@ def encode_workspace(rows: int, cols: int) -> int:
 def encode_rows(x: Tensor, scale_2: Tensor, codes: Tensor, scale: Tensor) -> None:
     """x [r, cols] finite, scale_2 f32 [] of the whole tensor; fills codes u8 [r, cols/2] and scale u8 [r, cols/16]."""
     rows, cols = x.shape
-    blocks = x.float().view(rows, cols // BLOCK, BLOCK)
+    blocks = x.float().reshape(rows, cols // BLOCK, BLOCK)
     magnitude = blocks.abs()
     ratio = magnitude.amax(-1) / (6.0 * scale_2)
     ratio = torch.where(ratio == 0, torch.ones_like(ratio), ratio).clamp_(2.0**-9, 448.0)
