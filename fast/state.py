@@ -113,7 +113,7 @@ class DsaState:
         ring = self.keys.shape[0]
         open_, full = self._places(start - start % S, start), (start % S + T) // S * S
         pools = tuple(
-            torch.cat([kept[open_], new])[:full].view(full // S, S, -1)
+            torch.cat([kept[open_], new])[:full].view(full // S, S, new.shape[1])
             for kept, new in ((self.keys, keys), (self.gates, gates))
         )
         recent = self._places(start + max(0, T - ring), start + T)

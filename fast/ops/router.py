@@ -17,7 +17,7 @@ def logits(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def choose(scores: Tensor, bias: Tensor, k: int, n_group: int = 1, topk_group: int = 1) -> Tensor:
-    """scores [T, E] fp32 (sigmoid of the logits), bias [E] fp32 -> indices [T, k] int32, best first.
+    """scores [T, E] fp32 (sigmoid of the logits), bias [E] fp32 -> indices [T, k] int32, ascending.
 
     With groups, a group counts as the sum of its two best and `topk_group` groups stay. Equal scores take the lower
     index, for groups and experts alike.
@@ -27,11 +27,11 @@ def choose(scores: Tensor, bias: Tensor, k: int, n_group: int = 1, topk_group: i
     biased = scores + bias
     if n_group > 1:
         groups = biased.view(T, n_group, E // n_group)
-        strength = groups.sort(-1, descending=True).values[..., :2].sum(-1)
-        kept = strength.sort(-1, descending=True, stable=True).indices[:, :topk_group]
+        strength = groups.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        kept = strength.sort(dim=-1, descending=True, stable=True).indices[:, :topk_group]
         alive = torch.zeros(T, n_group, dtype=torch.bool, device=scores.device).scatter_(1, kept, True)
         biased = groups.masked_fill(~alive[..., None], float("-inf")).view(T, E)
-    return biased.sort(-1, descending=True, stable=True).indices[:, :k].int()
+    return biased.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values.int()
 
 
 def weigh(scores: Tensor, indices: Tensor, *, normalise: bool, factor: float) -> Tensor:
