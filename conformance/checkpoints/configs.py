@@ -40,7 +40,12 @@ def nvidia_ignore(raw: dict[str, Any]) -> list[str]:
 
 
 def config_json(raw: dict[str, Any], export: str) -> str:
-    """LibertAI keeps the original's keys and order; nvidia's is a re-save by transformers: sorted, `linear_*` added."""
+    """LibertAI keeps the original's keys and order; nvidia's is a re-save by transformers: sorted, `linear_*` added.
+
+    The unquantised `bf16` layout has no `quantization_config`.
+    """
+    if export == "bf16":
+        return json.dumps(raw, indent=1) + "\n"
     if export == "libertai":
         quantization: dict[str, Any] = {
             "config_groups": {

@@ -1,4 +1,4 @@
-"""Write a source model as one of the two exports: the same weights, stored exactly as `exports.md` describes.
+"""Write a source model as one of the two exports (or as its own `bf16` layout), exactly as `exports.md` describes.
 
 Everything streams: at most one weight is in memory. The directory appears under its name only when it is complete.
 """
@@ -20,7 +20,8 @@ from reference.errors import OutputError
 from reference.layout import TensorSpec, tensors
 
 ROW_BLOCK = 1 << 22
-SHARD_BYTES = {"nvidia": 204_419_110_596 // 33 + 1, "libertai": 194_644_803_576 // 120 + 1}
+# The released model then has as many shards as its public copies.
+SHARD_BYTES = {"nvidia": 204_419_110_596 // 33 + 1, "libertai": 194_644_803_576 // 120 + 1, "bf16": 5 << 30}
 LEAST_SHARDS = 3
 Progress = Callable[[str, int], None]
 
