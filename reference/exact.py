@@ -16,9 +16,12 @@ from fractions import Fraction
 
 import numpy as np
 
+from reference.elementary import total
+
 _DEPTH = 8  # slices per operand before a row or column counts as wide
-_SMALL = 1 << 21  # elements of a right operand whose slices are kept in float64
-_BLOCK = 1 << 18  # elements of a right operand that are converted at a time
+_KEPT = 1 << 21  # elements of a right operand up to which its slices are kept
+_BLOCK = 1 << 17  # elements of a larger one that are cut at a time, so that the work stays in cache
+_WORK = 1 << 22  # elements of a result worked out at a time
 
 
 def slice_bits(k: int) -> int:
@@ -31,19 +34,15 @@ def _pow2(n: np.ndarray) -> np.ndarray:
     return ((n.astype(np.int64) + 1023) << 52).view(np.float64)
 
 
-def _exponent(x: np.ndarray, axis: int) -> np.ndarray:
-    """int64 e, kept axis, with |x| < 2^e along `axis`; -1022 for zeros and subnormals. x finite."""
-    top = np.abs(x).max(axis=axis, keepdims=True, initial=0.0).astype(np.float64)
-    return (top.view(np.int64) >> 52) - 1022
+def _largest(x: np.ndarray, axis: int) -> np.ndarray:
+    """Largest magnitude along `axis`, kept, float64; NaN or infinity where there is one."""
+    top = np.maximum(x.max(axis=axis, keepdims=True, initial=0.0), -x.min(axis=axis, keepdims=True, initial=0.0))
+    return np.asarray(np.abs(top), np.float64)
 
 
-def _to_integers(x: np.ndarray, e: np.ndarray, s: int) -> np.ndarray:
-    """x * 2^(s - e) in float64; exact unless a value falls under the float64 range (see `_lost`)."""
-    p = s - e
-    if int(p.max(initial=0)) > 1023:
-        half = p >> 1
-        return x * _pow2(half) * _pow2(p - half)
-    return x * _pow2(p)
+def _exponent(top: np.ndarray) -> np.ndarray:
+    """int64 e >= -999 with top < 2^e; the floor keeps s - e a float64 exponent."""
+    return np.maximum((top.view(np.int64) >> 52) - 1022, -999)
 
 
 def _lost(x: np.ndarray, e: np.ndarray, s: int, axis: int) -> np.ndarray:
@@ -53,25 +52,22 @@ def _lost(x: np.ndarray, e: np.ndarray, s: int, axis: int) -> np.ndarray:
     return ((x != 0) & (np.abs(x) < _pow2(np.maximum(e - 350, -1022)))).any(axis=axis, keepdims=True)
 
 
-def _cut(t: np.ndarray, q: int, count: int | None = None) -> tuple[list[np.ndarray], np.ndarray]:
+def _cut(t: np.ndarray, q: int) -> tuple[list[np.ndarray], np.ndarray]:
     """Integer slices of t, most significant first, each worth 2^q of the next; and what is left of t."""
-    out: list[np.ndarray] = []
-    scale = float(1 << q)
-    while len(out) < (_DEPTH if count is None else count):
-        head = np.rint(t)
-        out.append(head)
-        t = t - head
-        if count is None and not t.any():
-            break
-        t *= scale
+    out = [np.rint(t)]
+    t = t - out[0]
+    while len(out) < _DEPTH and t.any():
+        t *= float(1 << q)
+        out.append(np.rint(t))
+        t -= out[-1]
     return out, t
 
 
 class Sliced:
     """A right operand b [..,K,N], finite or not, with what its exact product needs worked out once.
 
-    Small operands keep their slices; large ones keep the column exponents and the slice count and cut one column
-    block at a time, so a real-size weight costs no memory beyond its own. A float32 b is kept, not copied.
+    Small operands keep their slices; large ones keep the column exponents and slice counts and cut one block of
+    columns at a time, so a real-size weight costs no memory beyond its own. A float32 b is kept, not copied.
     """
 
     def __init__(self, b: np.ndarray) -> None:
@@ -83,25 +79,26 @@ class Sliced:
         self.shape = b.shape
         self.k, self.n = b.shape[-2:]
         self.bits = slice_bits(self.k)
-        finite = np.isfinite(b)
-        self.special = None if finite.all() else b.astype(np.float64)
-        if self.special is not None:
-            b = np.where(finite, b, b.dtype.type(0))
+        top = _largest(b, -2)
+        self.special: np.ndarray | None = None
+        if not np.isfinite(top).all():
+            self.special = b.astype(np.float64)
+            b = np.where(np.isfinite(b), b, b.dtype.type(0))
+            top = _largest(b, -2)
         self.values = b
-        self.exponent = _exponent(b, -2)
-        self.wide = _lost(b, self.exponent, self.bits, -2)
-        self._kept: list[np.ndarray] | None = None
+        self.exponent = _exponent(top)
+        self.wide = np.zeros(top.shape, bool)
+        self._kept: list[np.ndarray] = []
         self._norms: np.ndarray | None = None
-        self.count = 1
-        depth_left = []
-        for cols in self._blocks(_BLOCK):
-            slices, left = self._slice(cols, None)
-            self.count = max(self.count, len(slices))
-            depth_left.append((left != 0).any(axis=-2, keepdims=True))
-        if depth_left:
-            self.wide = self.wide | np.concatenate(depth_left, axis=-1)
-        if b.size <= _SMALL:
-            self._kept = self._slice(slice(0, self.n), self.count)[0]
+        self._blocks: list[tuple[slice, int]] = []  # column ranges and how many slices each needs
+        for cols in self._ranges():
+            block, e = b[..., cols], self.exponent[..., cols]
+            slices, left = _cut(block * _pow2(self.bits - e), self.bits + 1)
+            self.wide[..., cols] = _lost(block, e, self.bits, -2) | _left(left, slices, -2)
+            self._blocks.append((cols, len(slices)))
+            if b.size <= _KEPT:
+                self._kept = slices
+        self.count = max((count for _, count in self._blocks), default=1)
 
     @classmethod
     def of_weight(cls, w: np.ndarray) -> Sliced:
@@ -112,32 +109,41 @@ class Sliced:
     def norms(self) -> np.ndarray:
         """Euclidean length of each column, [..,N], to a few float64 roundings."""
         if self._norms is None:
-            from reference.arithmetic import total  # the public face imports this module first
-
-            parts = []
-            for cols in self._blocks(_BLOCK):
+            self._norms = np.zeros((*self.shape[:-2], self.n))
+            for cols in self._ranges():
                 block = self.values[..., cols].astype(np.float64)
-                parts.append(np.sqrt(total(block * block, axis=-2)))
-            self._norms = np.concatenate(parts, axis=-1) if parts else np.zeros((*self.shape[:-2], 0))
+                self._norms[..., cols] = np.sqrt(total(block * block, axis=-2))
         return self._norms
 
-    def _blocks(self, elements: int) -> Iterator[slice]:
-        step = max(1, elements // max(1, self.values.size // max(1, self.n)))
-        for start in range(0, self.n, step):
-            yield slice(start, min(self.n, start + step))
+    def _ranges(self) -> Iterator[slice]:
+        size = self.values.size
+        step = max(1, self.n if size <= _KEPT else _BLOCK * self.n // size)
+        return (slice(start, min(self.n, start + step)) for start in range(0, self.n, step))
 
-    def _slice(self, cols: slice, count: int | None) -> tuple[list[np.ndarray], np.ndarray]:
-        block = self.values[..., cols]
-        t = _to_integers(block, self.exponent[..., cols], self.bits)
-        return _cut(t, self.bits + 1, count)
-
-    def blocks(self) -> Iterator[tuple[slice, list[np.ndarray]]]:
-        """Column ranges and their slices, each [..,K,n] of integers in float64."""
-        if self._kept is not None:
-            yield slice(0, self.n), self._kept
+    def slices(self) -> Iterator[tuple[slice, int, np.ndarray]]:
+        """Column range, index and integers [..,K,n] of every slice. Yielded arrays are overwritten by the next."""
+        if self._kept:
+            yield from ((slice(0, self.n), j, kept) for j, kept in enumerate(self._kept))
             return
-        for cols in self._blocks(_BLOCK):
-            yield cols, self._slice(cols, self.count)[0]
+        rest = head = np.empty(0)
+        scale = _pow2(self.bits - self.exponent)
+        for cols, count in self._blocks:
+            block = self.values[..., cols]
+            if rest.shape != block.shape:
+                rest = np.empty_like(block, np.float64)
+                head = np.empty_like(rest)
+            np.multiply(block, scale[..., cols], out=rest)
+            for j in range(count):
+                np.rint(rest, out=head)
+                yield cols, j, head
+                if j + 1 < count:
+                    np.subtract(rest, head, out=rest)
+                    np.multiply(rest, float(2 << self.bits), out=rest)
+
+
+def _left(left: np.ndarray, slices: list[np.ndarray], axis: int) -> np.ndarray | bool:
+    """Rows (columns) that the slices do not cover; there can be some only when none may be added."""
+    return (left != 0).any(axis=axis, keepdims=True) if len(slices) == _DEPTH else False
 
 
 def product(a: np.ndarray, b: np.ndarray | Sliced, *, odd: bool = False) -> np.ndarray:
@@ -153,23 +159,25 @@ def product(a: np.ndarray, b: np.ndarray | Sliced, *, odd: bool = False) -> np.n
     right = b if isinstance(b, Sliced) else Sliced(b)
     if a.ndim < 2 or a.shape[-1] != right.k:
         raise ValueError(f"cannot multiply {a.shape} by {right.shape}: the K axes differ")
-    batch = np.broadcast_shapes(a.shape[:-2], right.shape[:-2])
     if len(right.shape) == 2 and a.ndim > 2:
         return product(a.reshape(-1, right.k), right, odd=odd).reshape(*a.shape[:-1], right.n)
-    out = np.zeros((*batch, a.shape[-2], right.n))
-    if out.size == 0 or right.k == 0:
-        return out
-    finite = np.isfinite(a)
-    clean = a if finite.all() else np.where(finite, a, 0.0)
-    e = _exponent(clean, -1)
-    slices, left = _cut(_to_integers(clean, e, right.bits), right.bits + 1)
-    wide = _lost(clean, e, right.bits, -1) | (left != 0).any(axis=-1, keepdims=True)
     rows = a.shape[-2]
-    stacked = np.concatenate(slices, axis=-2) if len(slices) > 1 else slices[0]
-    for cols, weights in right.blocks():
-        limbs = _limbs(stacked, len(slices), rows, weights, right.bits + 1, batch)
-        scale = e + right.exponent[..., cols] - 2 * right.bits
-        out[..., cols] = _assemble(limbs, right.bits + 1, scale, odd)
+    if len(right.shape) == 2 and rows > 32 and rows * right.n > _WORK:
+        step = max(32, _WORK // right.n)
+        return np.concatenate([product(a[i : i + step], right, odd=odd) for i in range(0, rows, step)])
+    out_shape = (*np.broadcast_shapes(a.shape[:-2], right.shape[:-2]), rows, right.n)
+    if 0 in out_shape or right.k == 0:
+        return np.zeros(out_shape)
+    clean, top = a, _largest(a, -1)
+    if not np.isfinite(top).all():
+        clean = np.where(np.isfinite(a), a, 0.0)
+        top = _largest(clean, -1)
+    e = _exponent(top)
+    q = right.bits + 1
+    slices, left = _cut(clean * _pow2(right.bits - e), q)
+    wide = _lost(clean, e, right.bits, -1) | _left(left, slices, -1)
+    limbs = _limbs(slices, right, out_shape)
+    out = _assemble(limbs, q, e + (right.exponent - 2 * right.bits), odd)
     if wide.any() or right.wide.any():
         _finish_wide(out, clean, right, wide, odd)
     if clean is not a or right.special is not None:
@@ -177,28 +185,25 @@ def product(a: np.ndarray, b: np.ndarray | Sliced, *, odd: bool = False) -> np.n
     return out
 
 
-def _limbs(
-    stacked: np.ndarray, count: int, rows: int, weights: list[np.ndarray], q: int, batch: tuple[int, ...]
-) -> np.ndarray:
-    """Sums of slice products of equal weight, [G,..,M,n] integers in float64; limb g is worth 2^-(q g) of limb 0.
+def _limbs(slices: list[np.ndarray], right: Sliced, shape: tuple[int, ...]) -> np.ndarray:
+    """Sums of slice products of equal weight, [G,..,M,N] integers in float64; limb g is worth 2^-(q g) of limb 0.
 
-    Up to three products of at most 2^51 add exactly; with more, each hands its high part to the next limb first.
+    All slices of the left operand meet a slice of the right one in one call. Up to four products of at most 2^51 add
+    exactly; where more meet in a limb, each hands its high part to the limb above first.
     """
-    n = weights[0].shape[-1]
-    limbs = np.zeros((count + len(weights) - 1, *batch, rows, n))
-    deep = min(count, len(weights)) > 3
-    for j, weight in enumerate(weights):
+    count, q = len(slices), right.bits + 1
+    stacked = np.concatenate(slices, axis=-2) if count > 1 else slices[0]
+    limbs = np.zeros((count + right.count - 1, *shape))
+    for cols, j, weight in right.slices():
         got = np.matmul(stacked, weight)
-        parts = np.moveaxis(got.reshape(*got.shape[:-2], count, rows, n), -3, 0)
-        if not deep:
-            limbs[j : j + count] += parts
-            continue
-        carry = np.rint(parts * 2.0**-q)
-        if j == 0:
-            carry[0] = 0.0
-        limbs[j : j + count] += parts - carry * 2.0**q
-        first = 1 if j == 0 else 0
-        limbs[j - 1 + first : j - 1 + count] += carry[first:]
+        parts = np.moveaxis(got.reshape(*got.shape[:-2], count, shape[-2], -1), -3, 0)
+        if min(count, right.count) > 4:
+            carry = np.rint(parts * 2.0**-q)
+            top = 0 if j else 1  # limb 0 has nothing above it and takes one product only
+            carry[:top] = 0.0
+            limbs[j + top - 1 : j + count - 1, ..., cols] += carry[top:]
+            parts = parts - carry * 2.0**q
+        limbs[j : j + count, ..., cols] += parts
     return limbs
 
 
@@ -209,6 +214,10 @@ def _assemble(limbs: np.ndarray, q: int, scale: np.ndarray, odd: bool) -> np.nda
     added from the top by two-sums until the running sum no longer fits 53 bits (`low` != 0), after which only the
     sign of the first nonzero remainder (`rest`) can matter, and only if `low` is exactly half a unit.
     """
+    if len(limbs) >= 7:  # four products may fill a limb to 2^53: make room for the carries from below
+        carry = np.rint(limbs[1:] * 2.0**-q)
+        limbs[1:] -= carry * 2.0**q
+        limbs[:-1] += carry
     for g in range(len(limbs) - 1, 0, -1):
         carry = np.rint(limbs[g] * 2.0**-q)
         limbs[g - 1] += carry
