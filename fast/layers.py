@@ -235,13 +235,7 @@ class Moe:
 
 def projections(weights: Any, stem: str) -> mlp.Projections:
     """gate, up and down of one block, packed where the checkpoint packs them."""
-
-    def get(leaf: str) -> Any:
-        name = f"{stem}.{leaf}_proj"
-        packed = "codes" in weights.operands(f"{name}.weight")
-        return weights.packed(name) if packed else weights.tensor(f"{name}.weight")
-
-    return mlp.Projections(get("gate"), get("up"), get("down"))
+    return mlp.Projections(*(weights.linear(f"{stem}.{leaf}_proj") for leaf in ("gate", "up", "down")))
 
 
 class Layer:

@@ -78,7 +78,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
     core = []
     for t in range(0, T, step):
         part = [_split(x[t : t + step], w) for x in (q, k, v, g, beta[:, :, None])]
-        out, state = _segment(*part, state)
+        out, state = _segment(part, state)
         core.append(out.permute(0, 2, 1, 3).reshape(-1, H, d)[: min(step, T - t)])
     return torch.cat(core), state
 
@@ -91,8 +91,9 @@ def _split(x: Tensor, w: int) -> Tensor:
     return x.view(chunks, w, H, n).transpose(1, 2).contiguous()
 
 
-def _segment(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """All [N, H, w, d] (beta [.., 1]) -> (core [N, H, w, d], state). Only the last loop, over chunks, is sequential."""
+def _segment(inputs: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
+    """q, k, v, g [N, H, w, d], beta [.., 1] -> (core [N, H, w, d], state). Only the loop over chunks is sequential."""
+    q, k, v, g, beta = inputs
     N, _, w, d = q.shape
     A, B = _decayed(q, k, g)
     since = g.cumsum(2).exp()

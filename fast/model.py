@@ -1,0 +1,145 @@
+"""The text stack: tokens in, logits out, one sequence at a time (model.md section 2).
+
+T tokens, C streams, D hidden, V vocabulary. A call of at most `ROWS` tokens goes through every layer row by row, each
+row in exactly the shapes that decoding it alone would use: its bits do not depend on how many rows stand beside it.
+Longer calls are cut into windows, which bounds the workspace of a prompt of any length.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fast.errors import InputError
+from fast.layers import PREFIX, Communicator, Layer, Setting, Tap
+from fast.linear import ROWS, linear
+from fast.loader import Weights, load
+from fast.ops import norm
+from fast.state import KdaState, State
+
+
+class TokenError(InputError):
+    """Tokens that no embedding exists for."""
+
+
+class PaddingError(InputError):
+    """Padding anywhere but in front of the first token."""
+
+
+class TextModel:
+    """`source` is a checkpoint directory, or weights that `fast.loader.load` returned (one rank's, when sharded).
+
+    `dtype` is what activations are stored in: bfloat16, or float32 for the same code without storage rounding.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str] | Weights,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype = torch.bfloat16,
+        kda_chunk: int = 64,
+        mla: str = "absorbed",
+        communicator: Communicator | None = None,
+        window: int = 2048,
+    ) -> None:
+        if mla not in ("absorbed", "expanded"):
+            raise InputError(f"mla: found {mla!r}, expected absorbed or expanded")
+        if kda_chunk < 1 or window < 1:
+            raise InputError(f"kda_chunk {kda_chunk} and window {window}: expected at least 1")
+        self.device, self.window = torch.device(device), window
+        self.weights = source if isinstance(source, Weights) else load(source, device=device)
+        self.config = self.weights.config
+        text = self.config.text
+        self.setting = Setting(dtype, kda_chunk, mla == "absorbed", communicator)
+        self.layers = [Layer(self.weights, i, text, self.setting) for i in range(text.num_hidden_layers)]
+        self.embed_tokens = self.weights.tensor(f"{PREFIX}.embed_tokens.weight")
+        self.norm = self.weights.tensor(f"{PREFIX}.norm.weight")
+        self.lm_head = self.weights.tensor("lm_head.weight")
+        self.state = self.fresh()
+
+    def fresh(self) -> State:
+        return State({layer.name: layer.attn.fresh(self.device) for layer in self.layers})
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.state = self.fresh()
+
+    def operands(self, name: str) -> dict[str, Tensor]:
+        """What was bound for one checkpoint weight."""
+        return self.weights.operands(name)
+
+    def prefill(self, tokens: Sequence[int] | Any, tap: Tap | None = None, pad: int = 0) -> Tensor:
+        """tokens [pad + T] -> logits [T, V] fp32; the next call goes on where this one ended.
+
+        The first `pad` tokens are left padding: no layer sees them. Raises TokenError for an id outside the
+        vocabulary, PaddingError for padding after the first token or longer than the call.
+        """
+        ids = self._ids(tokens)
+        if pad and (self.state.length or not 0 < pad <= len(ids)):
+            raise PaddingError(f"pad: {pad} of {len(ids)} tokens after {self.state.length}, expected before the first")
+        ids = ids[pad:]
+        parts = [self.logits(self.run(part, tap), tap) for part in ids.split(self.window)] if len(ids) else []
+        return torch.cat(parts) if parts else self.lm_head.new_empty(0, self.lm_head.shape[0], dtype=torch.float32)
+
+    def decode(self, token: int, tap: Tap | None = None) -> Tensor:
+        """One token -> logits [V] fp32."""
+        return self.logits(self.run(self._ids([token]), tap), tap)[0]
+
+    @torch.inference_mode()
+    def run(self, ids: Tensor, tap: Tap | None = None) -> Tensor:
+        """ids [T] int64 on the device -> what enters lm_head, [T, D]; states advance by T tokens."""
+        T, text = len(ids), self.config.text
+        parts = ids.split(1) if T <= ROWS else (ids,)
+        if tap is not None:
+            tap("tokens", ids.int())
+        self.state.advance(T)
+        rows = [self.embed(part, tap) for part in parts]
+        rows = [x[:, None, :].expand(-1, text.hc_mult, -1).contiguous() for x in rows]
+        selected: list[Tensor | None] = [None] * len(rows)
+        for layer in self.layers:
+            state = self.state.layers[layer.name]
+            for i, streams in enumerate(rows):
+                rows[i], selected[i] = layer(streams, state, tap, selected[i])
+            if tap is not None and isinstance(state, KdaState):
+                tap(f"{layer.name}.attn.state", state.matrix)
+                tap(f"{layer.name}.attn.conv_state", state.history)
+        return torch.cat([self.final(streams, tap) for streams in rows])
+
+    def embed(self, ids: Tensor, tap: Tap | None = None) -> Tensor:
+        """ids [T] -> [T, D]."""
+        x = self.embed_tokens[ids].to(self.setting.dtype)
+        if tap is not None:
+            tap("embed", x)
+        return x
+
+    def final(self, streams: Tensor, tap: Tap | None = None) -> Tensor:
+        """streams [T, C, D] -> norm of their mean, [T, D]. The mean is fp32, rounded to storage before the norm."""
+        hidden = streams.float().mean(1).to(streams.dtype)
+        y = norm.rms(hidden, self.norm, self.config.text.rms_norm_eps)
+        if tap is not None:
+            tap("final.hidden", hidden)
+            tap("final.norm", y)
+        return y
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, tap: Tap | None = None) -> Tensor:
+        """hidden [T, D] -> logits [T, V] fp32, row by row for at most `ROWS` rows."""
+        parts = hidden.split(1) if hidden.shape[0] <= ROWS else (hidden,)
+        logits = torch.cat([linear(part.clone(), self.lm_head, torch.float32) for part in parts])
+        if tap is not None:
+            tap("logits", logits)
+        return logits
+
+    def _ids(self, tokens: Sequence[int] | Any) -> Tensor:
+        ids = torch.as_tensor(tokens, dtype=torch.int64)
+        V = self.config.text.vocab_size
+        outside = torch.nonzero((ids < 0) | (ids >= V))
+        if len(outside):
+            at = int(outside[0])
+            raise TokenError(f"tokens: id {int(ids[at])} at position {at}, expected 0 to {V - 1}")
+        return ids.to(self.device)
