@@ -135,35 +135,39 @@ def _check_path(directory: Path, file_name: str) -> None:
 
 
 def detect_export(entries: dict[str, Entry], mtp_layer: int | None) -> str:
-    """ "nvidia" or "libertai", by majority of the five dtype differences between them. Raises `ExportError`."""
-    signals: dict[str, dict[str, int]] = {}
+    """ "nvidia" or "libertai", by majority of the five dtype rules that differ between them. Raises `ExportError`."""
+    votes: dict[str, list[str]] = {}
     packed = False
     for name, entry in entries.items():
         packed |= entry.dtype == "U8"
-        role, layer, _ = layout.classify(name)
-        leaf = role.removeprefix(f"{layout.TEXT}layers.N.")
-        if leaf.endswith("_conv1d.weight"):
-            vote = {"F32": "nvidia", "BF16": "libertai"}.get(entry.dtype)
-        elif leaf in ("hc_attn_base", "hc_ffn_base"):
-            vote = {"BF16": "nvidia", "F32": "libertai"}.get(entry.dtype)
-        elif leaf.startswith("mlp.experts.E.") and leaf.endswith(".weight") and layer == mtp_layer:
-            vote = {"BF16": "nvidia", "U8": "libertai"}.get(entry.dtype)
-        elif leaf in ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"):
-            vote = {"U8": "nvidia", "BF16": "libertai"}.get(entry.dtype)
-        elif leaf.startswith("mlp.experts.E.") and leaf.endswith(".input_scale"):
-            vote = "nvidia"
-        else:
-            continue
-        if vote is not None:
-            counts = signals.setdefault(leaf.rsplit(".", 2)[-1] + leaf[:6], {})
-            counts[vote] = counts.get(vote, 0) + 1
+        rule, dtypes = _export_rule(name, mtp_layer)
+        if entry.dtype in dtypes:
+            votes.setdefault(rule, []).append(dtypes[entry.dtype])
     if not packed:
         raise e.ExportError("no packed (U8) tensor: not an NVFP4 export")
-    votes = [max(counts, key=lambda export: counts[export]) for counts in signals.values()]
-    nvidia = votes.count("nvidia")
+    # Within a rule the commoner dtype speaks, so that single damaged tensors do not change the verdict.
+    nvidia = sum(2 * found.count("nvidia") > len(found) for found in votes.values())
     if 2 * nvidia == len(votes):
         raise e.ExportError(f"{nvidia} of {len(votes)} dtype rules point to each export: neither nvidia nor libertai")
     return "nvidia" if 2 * nvidia > len(votes) else "libertai"
+
+
+def _export_rule(name: str, mtp_layer: int | None) -> tuple[str, dict[str, str]]:
+    """The rule a tensor speaks for, and which export its dtype means; ("", {}) for one that is alike in both."""
+    role, layer, _ = layout.classify(name)
+    leaf = role.removeprefix(f"{layout.TEXT}layers.N.")
+    if leaf.endswith("_conv1d.weight"):
+        return "conv1d", {"F32": "nvidia", "BF16": "libertai"}
+    if leaf.startswith("hc_") and leaf.endswith(("_base", "_scale")):
+        return "mHC base and scale", {"BF16": "nvidia", "F32": "libertai"}
+    if leaf in ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"):
+        return "dense MLP", {"U8": "nvidia", "BF16": "libertai"}
+    if leaf.startswith("mlp.experts.E."):
+        if leaf.endswith(".input_scale"):
+            return "input_scale", {"F32": "nvidia"}
+        if layer == mtp_layer and leaf.endswith(".weight"):
+            return "MTP experts", {"BF16": "nvidia", "U8": "libertai"}
+    return "", {}
 
 
 def scan(directory: str | Path) -> Scan:
@@ -180,7 +184,7 @@ def scan(directory: str | Path) -> Scan:
     foreign = [name for name in files.entries if name.rsplit(".", 1)[-1] in layout.FOREIGN_SUFFIXES]
     result.problems.extend(
         e.ForeignFormatError(
-            f"{files.entries[name] and files.shards[name].header.path}: tensor {e.show(name)} belongs to "
+            f"{files.shards[name].header.path}: tensor {e.show(name)} belongs to "
             "compressed-tensors, whose global scale divides; expected ModelOpt's weight, weight_scale, weight_scale_2"
         )
         for name in foreign
