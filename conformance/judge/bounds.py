@@ -16,7 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from conformance.judge.result import Check, Flip, TapRow, Value
-from conformance.judge.spread import Floats, Singles, Spread, element_quantile, measure, scale_quantile, tail_quantile
+from conformance.judge.spread import (
+    Floats,
+    Singles,
+    Spread,
+    element_quantile,
+    measure,
+    scale_quantile,
+    sum_quantile,
+    tail_quantile,
+)
 
 FAMILIES = 15
 _SIGNIFICAND = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
@@ -122,9 +131,10 @@ def judge(
     used = np.ones(shape, bool) if valid is None else np.broadcast_to(valid, centre.shape).reshape(shape)
     broken = used & ~(np.isfinite(actual) & np.isfinite(expected))
     fit = used & ~broken
-    drawn = store(samples.reshape(-1, *shape), kind)
+    drawn = samples.reshape(-1, *shape)
     with np.errstate(invalid="ignore"):
-        deviations = np.where(fit, (drawn - expected) * step.widen, 0.0)
+        drawn = drawn if step.widen == 1.0 else expected + (drawn - expected) * step.widen
+        deviations = np.where(fit, store(drawn, kind) - expected, 0.0)
         error = np.where(fit, actual - expected, 0.0)
     expected_fit = np.where(fit, expected, 0.0)
     spread = measure(expected_fit, deviations)
@@ -163,25 +173,33 @@ class _Tests:
     def run(self) -> list[Check]:
         z = (self.error / self.spread.sigma).astype(np.float32)
         null, template = self.spread.noise, self.spread.template * self.fit
-        clump = self.budget.clumping if self.step.time else 1.0
-        out = []
-        for axis, clumping in (("row", 1.0), ("column", clump), ("head", clump), ("", clump)):
-            if axis == "head" and self.heads < 2:
-                continue
-            count = self._sum(np.asarray(self.fit, np.float32), axis)
-            norm = np.sqrt(self._sum(template**2, axis))
+        axes = ["row", "column"] + ["head"] * (self.heads > 1)
+        fit = np.asarray(self.fit, np.float32)
+        out, parts = [], {}
+        for axis in axes:
+            clumping = 1.0 if axis == "row" else self.clumping
+            count, norm = self._sum(fit, axis), np.sqrt(self._sum(template**2, axis))
             drift = self.drift * norm
-            out.append(self._size(axis, z, null, count, drift, clumping))
-            scale_z, scale_null = (self._linear(x, template, norm, axis) for x in (z, null))
-            out.append(self._shift("scale" if axis else "bias", axis, scale_z, scale_null, drift, clumping))
-            if axis in ("row", "column"):
-                offset_z, offset_null = (_quotient(self._sum(x * self.fit, axis), np.sqrt(count)) for x in (z, null))
-                lean = self.drift * _quotient(self._sum(np.abs(template), axis), np.sqrt(count))
-                out.append(self._shift("mean", axis, offset_z, offset_null, lean, clumping))
+            square_z, square_null, along_z, along_null = (
+                self._sum(x, axis) for x in (z**2, null**2, z * template, null * template)
+            )
+            parts[axis] = square_null, along_null, count
+            scale_z, scale_null = _quotient(along_z, norm), _quotient(along_null, norm)
+            out.append(self._size(axis, square_z, square_null, count, drift, clumping))
+            out.append(self._shift("scale", axis, scale_z, scale_null, drift, clumping))
+            if axis == "head":
+                continue
+            lean = self.drift * _quotient(self._sum(np.abs(template), axis), np.sqrt(count))
+            offset_z, offset_null = (_quotient(self._sum(x * fit, axis), np.sqrt(count)) for x in (z, null))
+            out.append(self._shift("mean", axis, offset_z, offset_null, lean, clumping))
             if axis == "column":
-                out.append(self._crowd("mean.rms", offset_z, offset_null, lean, clumping))
-                out.append(self._crowd("scale.rms", scale_z, scale_null, drift, clumping))
-        return out
+                out.append(self._crowd("mean.rms", offset_z, offset_null, lean))
+                out.append(self._crowd("scale.rms", scale_z, scale_null, drift))
+        return [*out, self._whole_size(z, parts), self._whole_shift(z, template, parts)]
+
+    @property
+    def clumping(self) -> float:
+        return self.budget.clumping if self.step.time else 1.0
 
     def _sum(self, x: Singles, axis: str) -> Singles:
         """Sums [..,T,J] over everything but the groups of `axis`: -> [..,G]."""
@@ -190,37 +208,50 @@ class _Tests:
         columns = x.sum(axis=-2)
         if axis == "column":
             return columns
-        groups = self.heads if axis == "head" else 1
-        return columns.reshape(*columns.shape[:-1], groups, -1).sum(axis=-1)
+        return columns.reshape(*columns.shape[:-1], self.heads, -1).sum(axis=-1)
 
-    def _linear(self, x: Singles, template: Singles, norm: Singles, axis: str) -> Singles:
-        return _quotient(self._sum(x * template, axis), norm)
-
-    def _size(self, axis: str, z: Singles, null: Singles, count: Singles, drift: npt.NDArray, clumping: float) -> Check:
+    def _size(
+        self, axis: str, square: Singles, null: Singles, count: Singles, drift: npt.NDArray, clumping: float
+    ) -> Check:
         """Root mean square of z per group; the drift adds in quadrature."""
-        actual = np.sqrt(_quotient(self._sum(z**2, axis), count))
-        drawn = np.sqrt(_quotient(self._sum(null**2, axis), count))
+        actual, drawn = np.sqrt(_quotient(square, count)), np.sqrt(_quotient(null, count))
         used = count > 0
         quantile = tail_quantile(drawn[..., used], self._share(used)) if used.any() else 0.0
         middle = float(drawn[..., used].mean()) if used.any() else 0.0
         allowed = np.sqrt((middle + (quantile - middle) * clumping) ** 2 + _quotient(drift**2, count))
-        return _worst(axis or "rms", axis, actual, allowed)
+        return _worst(axis, axis, actual, allowed)
 
     def _shift(
         self, name: str, axis: str, z: npt.NDArray, null: npt.NDArray, drift: npt.NDArray, clumping: float
     ) -> Check:
         used = np.any(null != 0, axis=0) | (z != 0)
         quantile = scale_quantile(null[..., used], self._share(used)) if used.any() else 0.0
-        label = f"{name}.{axis}" if axis else name
-        return _worst(label, axis, np.abs(z), quantile * clumping + drift)
+        return _worst(f"{name}.{axis}", axis, np.abs(z), quantile * clumping + drift)
 
-    def _crowd(self, name: str, z: npt.NDArray, null: npt.NDArray, drift: npt.NDArray, clumping: float) -> Check:
-        """Root mean square over columns of a per-column shift: many small shifts that no single column shows."""
-        actual = np.sqrt(np.mean(z**2, keepdims=True))
-        drawn = np.sqrt(np.mean(null**2, axis=-1))
-        quantile = tail_quantile(drawn, self.budget.probability)
-        allowed = quantile * clumping + np.sqrt(np.mean(drift**2, keepdims=True))
-        return _worst(name, "", actual, allowed)
+    def _crowd(self, name: str, z: npt.NDArray, null: npt.NDArray, drift: npt.NDArray) -> Check:
+        """Mean square over columns of a per-column shift: many small shifts that no single column shows."""
+        squares = np.square(null, dtype=np.float64)
+        middle = float(squares.mean())
+        beyond = sum_quantile([(squares - middle) / squares.shape[-1]], self.budget.probability)
+        allowed = math.sqrt(middle + beyond) * self.clumping + math.sqrt(float(np.mean(drift**2)))
+        return _worst(name, "", np.sqrt(np.mean(z**2, keepdims=True)), np.asarray([allowed]))
+
+    def _whole_size(self, z: Singles, parts: dict[str, tuple[Singles, Singles, Singles]]) -> Check:
+        """Root mean square of z over the whole tap."""
+        count = max(float(self.fit.sum()), 1.0)
+        middle = float(np.mean(parts["row"][0].sum(axis=-1))) / count
+        spread = [(square - middle * sizes) / count for square, _, sizes in parts.values()]
+        beyond = sum_quantile(spread, self.budget.probability) * self.clumping
+        drift = self.drift * np.sqrt(float(np.sum((self.spread.template * self.fit) ** 2)) / count)
+        allowed = math.sqrt(middle + beyond + drift**2)
+        return _worst("rms", "", np.asarray([math.sqrt(float(np.sum(z**2)) / count)]), np.asarray([allowed]))
+
+    def _whole_shift(self, z: Singles, template: Singles, parts: dict[str, tuple[Singles, Singles, Singles]]) -> Check:
+        """Component of the error along the expected values over the whole tap."""
+        norm = max(math.sqrt(float(np.sum(template**2))), 1e-300)
+        quantile = sum_quantile([along / norm for _, along, _ in parts.values()], self.budget.probability)
+        allowed = quantile * self.clumping + self.drift * norm
+        return _worst("bias", "", np.asarray([abs(float(np.sum(z * template))) / norm]), np.asarray([allowed]))
 
     def _share(self, used: npt.NDArray[np.bool_]) -> float:
         return self.budget.probability / max(int(used.sum()), 1)

@@ -1,0 +1,301 @@
+"""Rebased comparison: every step between two taps is recomputed from the engine's own inputs and judged on its own.
+
+Two copies of the graph run side by side, one in `exact` arithmetic, one in `stochastic` with several samples stacked on
+a leading axis. A tap that the trace holds enters both as it is; a missing one is whatever each copy computes for it, so
+steps grow coarser where taps are missing. No error carries over a tap, and rows come in dataflow order.
+
+Discrete choices of the trace are replayed after they were checked. Where a choice was left out of the trace, tokens
+whose choice is within the errors of another one are not judged, nor is what depends on them.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from conformance.judge import graph, margins
+from conformance.judge.bounds import Budget, Step, judge
+from conformance.judge.graph import Node
+from conformance.judge.result import Statistics, TapRow
+from conformance.judge.rows import choice_row, copy_row, refused_row
+from conformance.judge.spread import element_quantile, measure
+from conformance.trace import Trace
+from reference.arithmetic import get_arithmetic
+from reference.checkpoint import Checkpoint
+from reference.model import Layer, TextModel
+
+SAMPLES = 8
+FALSE_ALARM = 1e-6
+_AT_ONCE = 1 << 22
+_MOST = 1 << 26
+Taint = npt.NDArray[np.bool_] | None
+
+
+@dataclass
+class _Side:
+    """One arithmetic's view of the current trace: values of taps that the trace lacks, by name."""
+
+    memo: dict[str, np.ndarray]
+
+
+class Rebase:
+    """Rebased comparison of traces with one checkpoint.
+
+    `samples` draws of `stochastic` arithmetic with `seed`; `false_alarm` is the probability, per trace, that a correct
+    engine fails. With `remember`, verdicts are kept by the bytes of all taps of a step, for traces that share most.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        samples: int = SAMPLES,
+        seed: int = 0,
+        false_alarm: float = FALSE_ALARM,
+        remember: bool = False,
+    ) -> None:
+        self.checkpoint, self.samples, self.seed, self.false_alarm = checkpoint, samples, seed, false_alarm
+        self.model = TextModel(checkpoint, "exact")
+        self.config = self.model.config
+        self.nodes = list(graph.nodes(self.config))
+        self.maker = {name: node for node in self.nodes for name in node.outputs}
+        self.order = {name: place for place, name in enumerate(self.maker)}
+        self.memory: dict[bytes, tuple[TapRow, ...]] | None = {} if remember else None
+
+    def statistics(self, rows: int) -> Statistics:
+        return Statistics(self.samples, self.seed, self.false_alarm, rows)
+
+    def rows(self, trace: Trace) -> Iterator[TapRow]:
+        """Verdicts in dataflow order, one per tap that the trace holds. The trace must have passed `trace.validate`."""
+        return _Run(self, trace).rows()
+
+
+class _Run:
+    """One trace. `taps` are its arrays as the reference can use them; `clean` says which are finite."""
+
+    def __init__(self, owner: Rebase, trace: Trace) -> None:
+        self.owner, self.model, self.trace = owner, owner.model, trace
+        self.held = {name: tap for name, tap in trace.taps.items() if name in owner.maker}
+        self.budget = Budget.of(owner.false_alarm, len(self.held), trace.taps["tokens"])
+        self.exact, self.sampled = _Side({}), _Side({})
+        self.taint: dict[str, Taint] = {}
+        self.length = len(trace.taps["tokens"])
+
+    def rows(self) -> Iterator[TapRow]:
+        for node in self.owner.nodes:
+            outputs = [name for name in node.outputs if name in self.held]
+            if not outputs:
+                continue
+            yield from self._remembered(node, outputs)
+            if node.outputs[0].endswith(".out") and node.outputs[0].count(".") == 2:
+                self._forget()
+
+    def _remembered(self, node: Node, outputs: list[str]) -> Iterator[TapRow]:
+        memory = self.owner.memory
+        if memory is None or not all(name in self.held or name == "tokens" for name in node.inputs):
+            yield from self._judge(node, outputs)
+            return
+        key = hashlib.blake2b(repr((outputs, self.budget)).encode())
+        for name in (*node.inputs, *outputs):
+            tap = self.trace.taps[name]
+            key.update(f"{name} {tap.dtype} {tap.shape}".encode())
+            key.update(np.ascontiguousarray(tap).view(np.uint8).data)
+        digest = key.digest()
+        if digest not in memory:
+            memory[digest] = tuple(self._judge(node, outputs))
+        yield from memory[digest]
+
+    def _judge(self, node: Node, outputs: list[str]) -> Iterator[TapRow]:
+        bad = self._broken(node)
+        if bad:
+            yield from (refused_row(self._step(node, name), self.trace.taps[name], bad) for name in outputs)
+            return
+        if node.choice:
+            yield self._choice(node, outputs[0])
+            return
+        if graph.traits(self.owner.config, outputs[0]).copy and all(
+            name in self.held or name == "tokens" for name in node.inputs
+        ):
+            centre = self._value(self.exact, outputs[0], check=True)
+            yield copy_row(self._step(node, outputs[0]), self.trace.taps[outputs[0]], centre)
+            return
+        centres, draws = self._both(node, outputs)
+        taint = self._taint_of(node)
+        for name in outputs:
+            centre, engine = centres[name], self.trace.taps[name]
+            valid = np.isfinite(centre)
+            step = self._step(node, name)
+            if taint is not None and step.time:
+                valid &= ~taint.reshape(-1, *[1] * (centre.ndim - 1))
+            elif taint is not None and taint.any():
+                valid &= False
+            if not valid.any():
+                continue
+            yield judge(step, engine, np.where(valid, centre, 0.0), draws[name], self.budget, valid=valid)
+
+    def _step(self, node: Node, name: str) -> Step:
+        t = graph.traits(self.owner.config, name)
+        inputs = self._roots(node)
+        short = [self._short(tap, node.layer) for tap in inputs]
+        label = f"{', '.join(short)} -> {self._short(name, node.layer)}"
+        return Step(self.owner.order[name], name, node.layer, label, inputs, t.time, t.length, t.widen, t.fine)
+
+    @staticmethod
+    def _short(tap: str, layer: int | None) -> str:
+        return tap.removeprefix(f"layers.{layer}.")
+
+    def _roots(self, node: Node) -> tuple[str, ...]:
+        """The taps of the trace that a node's outputs were recomputed from."""
+        seen: dict[str, None] = {}
+        stack = list(reversed(node.inputs))
+        while stack:
+            name = stack.pop()
+            if name in self.held or name == "tokens":
+                seen[name] = None
+            else:
+                stack += reversed(self.owner.maker[name].inputs)
+        return tuple(seen)
+
+    def _broken(self, node: Node) -> str:
+        """The first input tap that holds something no step can be recomputed from."""
+        for name in self._roots(node):
+            tap = self.trace.taps[name]
+            if tap.dtype.kind in "fV":
+                values = tap.astype(np.float32)
+                bad = np.isnan(values) if name.endswith(".scores") else ~np.isfinite(values)
+                if bad.any():
+                    return f"input {name} holds {int(bad.sum())} values that are not finite"
+        return ""
+
+    def _both(self, node: Node, outputs: list[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Outputs of a node in exact arithmetic, and samples of them on a new leading axis.
+
+        A tap so wide that its samples would not fit gets fewer of them: it has elements enough to pool over.
+        """
+        size = max(self.trace.taps[name].size for name in outputs)
+        count = min(self.owner.samples, max(4, _MOST // size))
+        centres = node.run(self.model, *(self._value(self.exact, name) for name in node.inputs))
+        parts: list[tuple[np.ndarray, ...]] = []
+        step = max(1, min(count, _AT_ONCE // max(size, 1)))
+        for first in range(0, count, step):
+            copies = min(step, count - first)
+            inputs = [self._value(self.sampled, name)[first : first + copies] for name in node.inputs]
+            parts.append(node.run(self._stochastic(node, first), *inputs))
+        names = dict(zip(node.outputs, range(len(node.outputs)), strict=True))
+        wanted = {name: names[name] for name in outputs}
+        draws = {name: np.concatenate([part[i] for part in parts]) for name, i in wanted.items()}
+        return {name: centres[i] for name, i in wanted.items()}, draws
+
+    def _value(self, side: _Side, name: str, *, check: bool = False) -> np.ndarray:
+        """A tap as one side sees it: the engine's, or computed. `check` ignores the engine's own value of it."""
+        if name == "tokens":
+            return self._lift(side, np.asarray(self.trace.taps[name], np.int64))
+        if name in self.held and not check:
+            return self._lift(side, self._usable(name))
+        if name in side.memo:
+            return side.memo[name]
+        node = self.owner.maker[name]
+        inputs = [self._value(side, source) for source in node.inputs]
+        outputs = node.run(self.model if side is self.exact else self._stochastic(node, 0), *inputs)
+        if check:
+            return outputs[node.outputs.index(name)]
+        side.memo.update(zip(node.outputs, outputs, strict=True))
+        return side.memo[name]
+
+    def _lift(self, side: _Side, value: np.ndarray) -> np.ndarray:
+        return value if side is self.exact else np.broadcast_to(value, (self.owner.samples, *value.shape))
+
+    def _usable(self, name: str) -> np.ndarray:
+        """Choices that are out of range become -1, so that replaying them stays possible after they failed."""
+        tap = self.trace.taps[name]
+        if tap.dtype.kind not in "iu":
+            return tap.astype(np.float64)
+        limit = self.length if name.endswith(".selected") else self.owner.config.n_routed_experts
+        return np.where((tap >= 0) & (tap < limit), tap, -1).astype(np.int32)
+
+    def _stochastic(self, node: Node, first: int) -> TextModel:
+        """The model with draws of its own for one node, whatever was computed before."""
+        seed = zlib.crc32(f"{self.owner.seed} {node.outputs[0]} {first}".encode())
+        model = copy.copy(self.model)
+        model.ar = get_arithmetic("stochastic", seed)
+        if node.layer is not None:
+            weights = self.model.w.at(f"layers.{node.layer}.")
+            layer = Layer(node.layer, model.ar, self.model.config, weights, self.model.options)
+            model.layers = {node.layer: layer}  # type: ignore[assignment]
+        return model
+
+    def _forget(self) -> None:
+        for side in (self.exact, self.sampled):
+            side.memo = {name: value for name, value in side.memo.items() if name.endswith(".selected")}
+
+    def _taint_of(self, node: Node) -> Taint:
+        """[T] tokens whose inputs rest on a choice that the trace does not tell and that was within the errors."""
+        total: Taint = None
+        for name in node.inputs:
+            part = None if name in self.held or name == "tokens" else self._taint(name)
+            if part is not None:
+                total = part if total is None else total | part
+        if total is not None and node.mixes:
+            total = np.logical_or.accumulate(total)
+        return total
+
+    def _taint(self, name: str) -> Taint:
+        if name not in self.taint:
+            node = self.owner.maker[name]
+            own = self._taint_of(node)
+            if node.choice and not node.inputs[0].endswith(".selected"):
+                doubt = self._doubt(node, name)
+                own = doubt if own is None else own | doubt
+            self.taint[name] = own
+        return self.taint[name]
+
+    def _scores(self, node: Node, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """What a choice is made by, [T,N], and its allowed error: none for index scores that the trace holds."""
+        source = node.inputs[0]
+        layer = node.layer
+        if name.endswith(".indices"):
+            assert layer is not None
+            centre = graph.choice_scores(self.model, layer, self._value(self.exact, source))
+            drawn = graph.choice_scores(self._stochastic(node, 0), layer, self._value(self.sampled, source))
+        else:
+            centre, drawn = self._value(self.exact, source), self._value(self.sampled, source)
+            if source in self.held:
+                return centre, np.zeros_like(centre)
+        fit = np.isfinite(centre)
+        base = np.where(fit, centre, 0.0)
+        if base.size == 0:
+            return centre, np.zeros_like(centre)
+        with np.errstate(invalid="ignore"):
+            spread = measure(base, np.where(fit, drawn - base, 0.0))
+        limit = element_quantile(spread.noise, self.budget.probability / base.size) * spread.sigma
+        return centre, limit + graph.ELEMENTARY * 2.0**-24 * np.abs(base)
+
+    def _doubt(self, node: Node, name: str) -> npt.NDArray[np.bool_]:
+        c = self.owner.config
+        scores, error = self._scores(node, name)
+        if name.endswith(".indices"):
+            alive = margins.standing(scores, c.n_group, c.topk_group)
+            chosen = margins.top(alive, np.full(len(scores), c.num_experts_per_tok))
+            crowd = margins.unclear_groups(scores, error, c.n_group, c.topk_group)
+            return crowd | margins.unclear(alive, error, chosen)
+        need = np.minimum(c.index_topk // c.index_kpool, np.isfinite(scores).sum(axis=-1))
+        return margins.unclear(scores, error, margins.top(scores, need))
+
+    def _choice(self, node: Node, name: str) -> TapRow:
+        c, tap = self.owner.config, np.asarray(self.trace.taps[name], np.int64)
+        step = self._step(node, name)
+        if node.inputs[0].endswith(".selected"):
+            source = np.asarray(self._value(self.exact, node.inputs[0]), np.int64)
+            return choice_row(step, tap, margins.same(tap, source, self.length))
+        scores, error = self._scores(node, name)
+        if name.endswith(".indices"):
+            verdict = margins.experts(tap, scores, error, c.n_group, c.topk_group)
+        else:
+            verdict = margins.pools(tap, scores, error, c.index_kpool, c.index_topk // c.index_kpool)
+        return choice_row(step, tap, verdict)
