@@ -421,10 +421,10 @@ class TextModel:
         return np.concatenate([self.ar.linear(y, block, "logits", out="fp32") for block in blocks], axis=-1)
 
     def prefill(self, tokens: Sequence[int] | np.ndarray, tap: Tap | None = None, pad: int = 0) -> np.ndarray:
-        """Feeds tokens [.., T] after those already seen; returns logits [.., T, V].
+        """Feeds tokens [.., pad + T] after those already seen; returns logits [.., T, V].
 
-        The first `pad` tokens are left padding: they change nothing at the others, have no tap, and their logits mean
-        nothing. Raises `TokenIdError`, `PaddingError`.
+        The first `pad` tokens are left padding: they go through the layers, change nothing at the others, and have
+        neither taps nor logits. Raises `TokenIdError`, `PaddingError`.
         """
         tokens = self._checked(tokens)
         *batch, T = tokens.shape
@@ -445,12 +445,12 @@ class TextModel:
             streams = layer(streams, state, tap, selected if layer.indexer == "shared" else None, pad=pad)
             if isinstance(state, DsaState):
                 selected = state.selected
-        hidden = self.final_hidden(streams)
+        hidden = self.final_hidden(streams[..., pad:, :, :])
+        report("final.hidden", hidden)
         y = self.final_norm(hidden)
+        report("final.norm", y)
         logits = self.logits(y)
-        report("final.hidden", hidden[..., pad:, :])
-        report("final.norm", y[..., pad:, :])
-        report("logits", logits[..., pad:, :])
+        report("logits", logits)
         return logits
 
     def decode(self, token: int | np.ndarray, tap: Tap | None = None) -> np.ndarray:

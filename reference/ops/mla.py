@@ -54,7 +54,7 @@ def expanded(ar: Arithmetic, q: np.ndarray, c: np.ndarray, selected: np.ndarray,
     *_, H, N = q.shape
     used = np.unique(selected[selected >= 0])
     kv = ar.linear(c[..., used, :], w.linear("kv_b_proj.weight"), "mla.kv_b")
-    kv = _gather(kv, np.searchsorted(used, selected)).reshape(*selected.shape, H, kv.shape[-1] // H)
+    kv = _gather(kv, np.where(selected < 0, -1, np.searchsorted(used, selected))).reshape(*selected.shape, H, kv.shape[-1] // H)
     keys, values = np.moveaxis(kv[..., :N], -3, -1), np.moveaxis(kv[..., N:], -3, -2)
     logits = ar.dot(q[..., None, :], keys, "mla.qk", out="fp32")[..., 0, :]
     share = weigh(ar, logits, selected, N)
@@ -89,10 +89,10 @@ def output(ar: Arithmetic, core: np.ndarray, w: Weights) -> np.ndarray:
 
 
 def _gather(rows: np.ndarray, selected: np.ndarray) -> np.ndarray:
-    """rows [.., n, K], selected [.., T, W] (out of range and -1 read row 0; their weight is 0) -> [.., T, W, K]."""
+    """rows [.., n, K], selected [.., T, W] -> [.., T, W, K]; zeros where selected is -1, whatever the rows hold."""
     *B, T, W = selected.shape
     n, K = rows.shape[-2:]
     if n == 0:
         return np.zeros((*B, T, W, K))
-    index = np.where((selected >= 0) & (selected < n), selected, 0).reshape(*B, T * W, 1)
-    return np.take_along_axis(rows, index, axis=-2).reshape(*B, T, W, K)
+    taken = np.take_along_axis(rows, np.maximum(selected, 0).reshape(*B, T * W, 1), axis=-2).reshape(*B, T, W, K)
+    return np.where(selected[..., None] >= 0, taken, 0.0)
