@@ -20,6 +20,7 @@ from conformance.judge.spread import (
     Floats,
     Singles,
     Spread,
+    centred,
     element_quantile,
     measure,
     scale_quantile,
@@ -183,7 +184,7 @@ class _Tests:
             square_z, square_null, along_z, along_null = (
                 self._sum(x, axis) for x in (z**2, null**2, z * template, null * template)
             )
-            parts[axis] = square_null, along_null, count
+            parts[axis] = square_null, along_null
             scale_z, scale_null = _quotient(along_z, norm), _quotient(along_null, norm)
             out.append(self._size(axis, square_z, square_null, count, drift, clumping))
             out.append(self._shift("scale", axis, scale_z, scale_null, drift, clumping))
@@ -232,24 +233,24 @@ class _Tests:
         """Mean square over columns of a per-column shift: many small shifts that no single column shows."""
         squares = np.square(null, dtype=np.float64)
         middle = float(squares.mean())
-        beyond = sum_quantile([(squares - middle) / squares.shape[-1]], self.budget.probability)
+        beyond = sum_quantile([centred(squares) / squares.shape[-1]], self.budget.probability)
         allowed = math.sqrt(middle + beyond) * self.clumping + math.sqrt(float(np.mean(drift**2)))
         return _worst(name, "", np.sqrt(np.mean(z**2, keepdims=True)), np.asarray([allowed]))
 
-    def _whole_size(self, z: Singles, parts: dict[str, tuple[Singles, Singles, Singles]]) -> Check:
+    def _whole_size(self, z: Singles, parts: dict[str, tuple[Singles, Singles]]) -> Check:
         """Root mean square of z over the whole tap."""
         count = max(float(self.fit.sum()), 1.0)
         middle = float(np.mean(parts["row"][0].sum(axis=-1))) / count
-        spread = [(square - middle * sizes) / count for square, _, sizes in parts.values()]
+        spread = [centred(square) / count for square, _ in parts.values()]
         beyond = sum_quantile(spread, self.budget.probability) * self.clumping
         drift = self.drift * np.sqrt(float(np.sum((self.spread.template * self.fit) ** 2)) / count)
         allowed = math.sqrt(middle + beyond + drift**2)
         return _worst("rms", "", np.asarray([math.sqrt(float(np.sum(z**2)) / count)]), np.asarray([allowed]))
 
-    def _whole_shift(self, z: Singles, template: Singles, parts: dict[str, tuple[Singles, Singles, Singles]]) -> Check:
+    def _whole_shift(self, z: Singles, template: Singles, parts: dict[str, tuple[Singles, Singles]]) -> Check:
         """Component of the error along the expected values over the whole tap."""
         norm = max(math.sqrt(float(np.sum(template**2))), 1e-300)
-        quantile = sum_quantile([along / norm for _, along, _ in parts.values()], self.budget.probability)
+        quantile = sum_quantile([along / norm for _, along in parts.values()], self.budget.probability)
         allowed = quantile * self.clumping + self.drift * norm
         return _worst("bias", "", np.asarray([abs(float(np.sum(z * template))) / norm]), np.asarray([allowed]))
 

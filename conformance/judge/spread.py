@@ -129,6 +129,12 @@ def sum_quantile(partitions: Sequence[npt.NDArray[np.floating]], probability: fl
     return student_quantile(probability / 2.0, freedom) * math.sqrt(max(best, direct))
 
 
+def centred(parts: npt.NDArray[np.floating]) -> Floats:
+    """[B,G] minus each group's mean over the samples, scaled so that the variance stays unbiased."""
+    wide = np.asarray(parts, np.float64)
+    return (wide - wide.mean(axis=0)) * math.sqrt(len(wide) / (len(wide) - 1))
+
+
 def student_quantile(probability: float, freedom: int) -> float:
     """t with P(T > t) = probability for Student's distribution, by bisection on its tail integral."""
     low, high = 0.0, 1.0
