@@ -5,9 +5,10 @@ their four 16-bit fields is an integer with a near-normal distribution (Irwin-Ha
 scales it and, where there is a centre, one addition moves it. BF16 tensors are then rounded to nearest even. Integer
 operations and single IEEE operations leave nothing to the machine.
 
-The spreads are chosen so that no term of the model is hidden by another: activations stay near 1, the SwiGLU limits are
-reached by about one value in a hundred, decays, pools, router choices and stream mixtures vary, no parameter is zero or
-one, and FP32 parameters are not BF16 values.
+The spreads are chosen so that no term of the model is hidden by another: normalised activations stay near 1, the SwiGLU
+limits are reached by about one value in a hundred, decays, pools, router choices and stream mixtures vary, no parameter
+is zero or one, and FP32 parameters are not BF16 values. The sublayers add to the streams about what the embedding put
+there: outputs that swamp it would double every rounding error from layer to layer, until correct engines part.
 """
 
 import hashlib
@@ -138,7 +139,7 @@ class Synthetic:
         fan_in = spec.shape[-1]
         gain = GAINS.get(leaf)
         if gain is None:
-            gain = _swiglu_gain(leaf, self.config.text.swiglu_limit) * (0.7 + (key >> 48) / 65536 * 0.7)
+            gain = _swiglu_gain(leaf, self.config.text.swiglu_limit, 0.2) * (0.7 + (key >> 48) / 65536 * 0.7)
         return Rule(gain / math.sqrt(fan_in))
 
     def _vision_rule(self, leaf: str, spec: TensorSpec) -> Rule:
@@ -148,7 +149,7 @@ class Synthetic:
         fan_in = math.prod(spec.shape[1:])
         gain = 1.4 if ".qkv." in leaf else 1.0
         if leaf.endswith(("gate_proj.weight", "up_proj.weight", "down_proj.weight")):
-            gain = _swiglu_gain(leaf, self.config.vision.swiglu_limit)
+            gain = _swiglu_gain(leaf, self.config.vision.swiglu_limit, 1.0)
         return Rule(gain / math.sqrt(fan_in))
 
 
@@ -157,8 +158,7 @@ CONV = Rule(0.4, gap=0.2)
 BASE = Rule(0.8)
 SCALE = Rule(0.05, (0.8, 1.1, 1.35))
 FIXED = {
-    # Small, so that the first layer tells rms_norm_eps from hc_eps.
-    "embed_tokens.weight": Rule(0.25),
+    "embed_tokens.weight": Rule(1.0),
     "q_conv1d.weight": CONV,
     "k_conv1d.weight": CONV,
     "v_conv1d.weight": CONV,
@@ -180,11 +180,11 @@ GAINS = {
     "k_proj.weight": 1.0,
     "v_proj.weight": 1.5,
     "f_a_proj.weight": 1.0,
-    "f_b_proj.weight": 1.0,
+    "f_b_proj.weight": 0.7,
     "g_a_proj.weight": 1.0,
     "g_b_proj.weight": 1.5,
     "b_proj.weight": 1.5,
-    "o_proj.weight": 2.0,
+    "o_proj.weight": 0.35,
     "q_a_proj.weight": 1.0,
     "q_b_proj.weight": 1.4,
     "kv_a_proj_with_mqa.weight": 1.0,
@@ -200,10 +200,10 @@ GAINS = {
 }
 
 
-def _swiglu_gain(leaf: str, limit: float) -> float:
-    """Gate and up outputs of deviation 0.4 * limit, so that about 1 % meet the limit; down brings back 1."""
+def _swiglu_gain(leaf: str, limit: float, output: float) -> float:
+    """Gate and up outputs of deviation 0.4 * limit, so that about 1 % meet the limit; down brings back `output`."""
     deviation = 0.4 * limit
     if not leaf.endswith("down_proj.weight"):
         return deviation
     square = deviation * deviation
-    return 1 / (deviation * math.sqrt(square / 4 * (1 + square / (1 + square))))
+    return output / (deviation * math.sqrt(square / 4 * (1 + square / (1 + square))))
