@@ -14,6 +14,7 @@ the layout and not read: weight-only arithmetic has no use for them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -51,17 +52,25 @@ class Binding:
 
     def nbytes(self, component: str) -> int:
         dtype, shape = self.parts[component]
-        return dtype.itemsize * _count(shape)
+        return dtype.itemsize * math.prod(shape)
+
+    def source_bytes(self) -> int:
+        """Bytes on disk that pass through host memory to become the operand: none where they are the operand."""
+        if self.action == "quantise":
+            return 2 * math.prod(self.stored.weight.shape)
+        if self.action in ("round", "widen"):
+            return (4 if self.action == "round" else 2) * math.prod(self.cut.shape(self.stored.weight.shape))
+        return 0
 
     def staging(self, *, on_host: bool) -> int:
-        """Host bytes held while the operand is made; `on_host` says that slots are host memory too."""
-        whole, operand = _count(self.stored.weight.shape), sum(self.nbytes(c) for c in self.parts)
-        there = 0 if on_host else operand
+        """Host bytes held while the operand is made: its source, temporaries and, unless slots are host memory
+        (`on_host`), the finished operand on its way to the device."""
+        if not self.source_bytes():
+            return 0
+        operand = sum(self.nbytes(component) for component in self.parts)
         if self.action == "quantise":
-            return 2 * whole + encode_workspace(*self._local()) + there
-        if self.action in ("round", "widen"):
-            return _count(self.cut.shape(self.stored.weight.shape)) * (4 if self.action == "round" else 2) + there
-        return 0
+            return self.source_bytes() + encode_workspace(*self._local()) + (0 if on_host else operand)
+        return self.source_bytes() + operand
 
     def _local(self) -> tuple[int, int]:
         rows, half = self.parts["codes"][1]
@@ -73,13 +82,6 @@ class Section:
     name: str
     layer: int | None
     bindings: tuple[Binding, ...]
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    n = 1
-    for m in shape:
-        n *= m
-    return n
 
 
 def bind_plan(

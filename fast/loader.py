@@ -21,6 +21,7 @@ into their slab and the operand is a view of that storage. On an error nothing i
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -179,9 +180,9 @@ def bind(
         for index, section in enumerate(sections):
             store.reach(loader.packing.section_slabs[index])
             loader.load(section, log)
-            bar.update(store.bytes_read)
+            bar.update(store.reader.bytes_read)
     log.pruned = store.prune(lambda name: keep_after_load(config, name))
-    log.finish(time.perf_counter() - start, store.bytes_read, store.ledger)
+    log.finish(time.perf_counter() - start, store.reader.bytes_read, store.ledger)
     return Weights(
         config, mesh, store.ledger, log, store, fingerprint(config, store.directory), loader.values, loader.packed
     )
@@ -214,6 +215,7 @@ class _Loader:
         self.values: dict[str, Tensor] = {}
         self.packed: dict[str, Packed] = {}
         self.on_host = store.device.type == "cpu"
+        self.buffer = torch.empty(0, dtype=torch.uint8)
         self.packing = packing(self._placed(section) for section in sections)
         store.reserve(self.packing)
 
@@ -235,18 +237,24 @@ class _Loader:
         """Bind a section in file order; the log gets the time split into reading, mixer and MLP."""
         tensors = self.store.directory.tensors
         times = {"read": 0.0, "mixer": 0.0, "mlp": 0.0, "other": 0.0}
-        before = self.store.bytes_read
+        before = self.store.reader.bytes_read
+        staged = self._stage(section)
         for b in sorted(section.bindings, key=lambda b: (tensors[b.name].shard, tensors[b.name].begin)):
-            start, read = time.perf_counter(), self.store.seconds
+            start, read = time.perf_counter(), self.store.reader.seconds
             self._bind(b)
-            reading = self.store.seconds - read
+            reading = self.store.reader.seconds - read
             times["read"] += reading
             kind = "mixer" if b.role in MIXER_ROLES else "mlp" if b.role in MLP_ROLES else "other"
             times[kind] += time.perf_counter() - start - reading
+        read = self.store.reader.seconds
+        self.store.reader.flush()
+        times["read"] += self.store.reader.seconds - read
         start = time.perf_counter()
         self._check_scales(section)
         times["mlp"] += time.perf_counter() - start
-        log.add(section.name, self.store.bytes_read - before, **times)
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.store.ledger.release(staged)
+        log.add(section.name, self.store.reader.bytes_read - before, **times)
 
     def _bind(self, b: Binding) -> None:
         if b.action == "packed":
@@ -289,50 +297,53 @@ class _Loader:
 
     def _convert(self, b: Binding) -> None:
         """A cast, or a slice of something resident."""
-        resident = self.store.resident.get(b.name)
-        staged: int | None = None
-        if resident is not None:
-            source = _part(resident.tensor, b.cut)
+        if b.name in self.store.resident:
+            source = _part(self.store.resident[b.name].tensor, b.cut)
             self.store.supersede(b.name)
         else:
-            staged = self._stage(b)
             source = self._from_disk(b.name, b.cut)
         operand = source.to(b.parts["value"][0])
         nvfp4.check_finite(operand, f"{b.name} as {operand.dtype}")
         self.values[b.name] = self._copy(b, "value", operand)
-        if staged is not None:
-            self.store.ledger.release(staged)
 
     def _quantise(self, b: Binding) -> None:
         """A BF16 expert projection: scale_2 from all of it, then the rank's rows and columns, a few rows at a time."""
-        resident = self.store.resident.get(b.name)
-        staged: int | None = None
-        if resident is not None:
-            source = resident.tensor
+        if b.name in self.store.resident:
+            source = self.store.resident[b.name].tensor
             self.store.supersede(b.name)
         else:
-            staged = self._stage(b)
             source = self._from_disk(b.name, WHOLE)
+        parts: dict[str, Tensor] = {}
+        for component, (dtype, shape) in b.parts.items():
+            slot = self.packing.slots[b.name, component]
+            self.store.take(f"{b.name}:{component}", b.role, slot)
+            parts[component] = self.store.place(slot, dtype, shape)
+        out = Packed(parts["codes"], parts["weight_scale"], parts[SCALARS])
         scale_2 = nvfp4.tensor_scale(nvfp4.amax(source))
-        local = _part(source, b.cut)
-        codes, scale = (
-            torch.empty(b.parts[c][1], dtype=torch.uint8, device=local.device) for c in ("codes", "weight_scale")
-        )
-        nvfp4.encode_all(local, scale_2, codes, scale)
-        made = {"codes": codes, "weight_scale": scale, SCALARS: scale_2}
-        parts = {component: self._copy(b, component, part) for component, part in made.items()}
-        self.packed[b.name.removesuffix(".weight")] = Packed(parts["codes"], parts["weight_scale"], parts[SCALARS])
-        if staged is not None:
-            self.store.ledger.release(staged)
+        there = source.device == out.codes.device
+        codes, scale = (t if there else torch.empty_like(t, device=source.device) for t in (out.codes, out.scale))
+        nvfp4.encode_all(_part(source, b.cut), scale_2, codes, scale)
+        if not there:
+            out.codes.copy_(codes)
+            out.scale.copy_(scale)
+        out.scale_2.copy_(scale_2)
+        self.packed[b.name.removesuffix(".weight")] = out
 
-    def _stage(self, b: Binding) -> int:
-        n = b.staging(on_host=self.on_host)
-        return self.store.ledger.charge(f"{b.name}:staging", b.role, "staging", n, "host")
+    def _stage(self, section: Section) -> int:
+        """Enter the section's largest conversion and allocate the host buffer its source goes through."""
+        made = [b for b in section.bindings if b.name not in self.store.resident]
+        size = max((b.source_bytes() for b in made), default=0)
+        self.buffer = torch.empty(size, dtype=torch.uint8)
+        n = max((b.staging(on_host=self.on_host) for b in made), default=0)
+        return self.store.ledger.charge(f"{section.name}:staging", "conversion", "staging", n, "host")
 
     def _from_disk(self, name: str, cut: Slice) -> Tensor:
+        """(A slice of) a tensor in the host buffer, until the next one."""
         info = self.store.directory.tensors[name]
-        out = torch.empty(cut.shape(info.shape), dtype=storage_dtype(info.dtype))
-        self.store.read(name, out, cut)
+        shape, dtype = cut.shape(info.shape), storage_dtype(info.dtype)
+        out = self.buffer[: dtype.itemsize * math.prod(shape)].view(dtype).view(shape)
+        self.store.reader.read(name, out, cut)
+        self.store.reader.flush()
         return out
 
     def _check_scales(self, section: Section) -> None:

@@ -1,9 +1,7 @@
 """Bytes of a checkpoint on a device: mapped from disk, scanned, laid into slabs, counted.
 
 `pack` decides where everything lies before anything is allocated, so slabs are exactly as large as what they hold and
-small tensors cost no allocation of their own. `Store.read` is the only way bytes leave a file: in pieces of at most
-`PIECE` bytes, through a mapping whose pages are given back piece by piece, each piece scanned for values no weight can
-have while it is in cache. On CUDA a piece passes through one pinned buffer.
+small tensors cost no allocation of their own. Reading is `fast.reader`'s.
 
 A tensor of the store is `held` (nobody has bound it), `bound` (an operand is a view of these very bytes) or
 `superseded` (an operand was made from it and lives elsewhere). `prune` frees what is superseded and what is merely
@@ -12,25 +10,21 @@ held, except what the caller keeps.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import mmap
-import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fast import errors as E
 from fast.ledger import Ledger
-from fast.nvfp4 import E4M3_NAN
+from fast.reader import Reader, window
 from fast.sharding import Slice
-from fast.shards import WIDTHS, Directory, TensorInfo
+from fast.shards import Directory
 
-PIECE = 4 << 20
 SLAB_BYTES = 256 << 20
 ALIGN = 256
 INNER_ALIGN = 16
@@ -119,18 +113,13 @@ class Store:
         self.directory = directory
         self.device = _device(device)
         self.ledger = ledger if ledger is not None else Ledger()
-        self.evict = _unified(self.device) if evict is None else evict
+        self.reader = Reader(directory, self.device, evict=_unified(self.device) if evict is None else evict)
         self.resident: dict[str, Resident] = {}
-        self.bytes_read = 0
-        self.seconds = 0.0
         self.slabs: list[Tensor] = []
         self._sizes: tuple[int, ...] = ()
         self._slack: list[int] = []
-        self._maps: dict[int, mmap.mmap] = {}
-        window = read_window(directory.tensors)
-        pinned = self.device.type == "cuda"
-        self._window = torch.empty(window, dtype=torch.uint8, pin_memory=True) if pinned else None
-        self._window_ticket: int | None = self.ledger.charge("read window", "read window", "staging", window, "host")
+        size = window(directory.tensors)
+        self._window: int | None = self.ledger.charge("read window", "read window", "staging", size, "host")
 
     # --- memory ------------------------------------------------------------------------------------------------
 
@@ -143,7 +132,7 @@ class Store:
         while len(self.slabs) < count:
             size = self._sizes[len(self.slabs)]
             name = f"slab {len(self.slabs)}"
-            self.slabs.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+            self.slabs.append(_huge(torch.empty(size, dtype=torch.uint8, device=self.device)))
             self._slack.append(self.ledger.charge(name, "alignment", "weights", size))
 
     def place(self, slot: Slot, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -162,7 +151,8 @@ class Store:
         info = self.directory.tensors[name]
         tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device=self.device)
         self.resident[name] = Resident(tensor, self.ledger.charge(name, role, "store", tensor.nbytes))
-        self.read(name, tensor)
+        self.reader.read(name, tensor)
+        self.reader.flush()
         return tensor
 
     def adopt(self, name: str, role: str, slot: Slot, cut: Slice, *, scanned: bool = True) -> Tensor:
@@ -170,7 +160,7 @@ class Store:
         info = self.directory.tensors[name]
         tensor = self.place(slot, DTYPES[info.dtype], cut.shape(info.shape))
         ticket = self.take(name, role, slot)
-        self.read(name, tensor, cut, scanned=scanned)
+        self.reader.read(name, tensor, cut, scanned=scanned)
         self.resident[name] = Resident(tensor, ticket, "bound")
         return tensor
 
@@ -200,127 +190,14 @@ class Store:
 
     def close(self) -> None:
         """Give up files, mappings and the read window; what is resident stays."""
-        for mapped in self._maps.values():
-            with contextlib.suppress(BufferError):
-                mapped.close()
-        self._maps.clear()
-        self.directory.close()
-        if self._window_ticket is not None:
-            self.ledger.release(self._window_ticket)
-        self._window = self._window_ticket = None
-
-    # --- reading -----------------------------------------------------------------------------------------------
-
-    def read(self, name: str, out: Tensor, cut: Slice | None = None, *, scanned: bool = True) -> None:
-        """Fill `out` (contiguous, disk dtype, the slice's shape, on the device or the host) from disk. Raises
-        FileChangedError and, where `scanned`, NonFiniteWeightError, ScaleNaNError, ScaleNegativeError."""
-        start = time.perf_counter()
-        info = self.directory.tensors[name]
-        flat = out.reshape(-1).view(torch.uint8)
-        local = flat.numpy() if flat.device.type == "cpu" else None
-        at = 0
-        for piece in self.pieces(name, cut):
-            n = piece.size
-            if local is not None:
-                target = local[at : at + n]
-            else:
-                assert self._window is not None
-                target = self._window.numpy()[:n]
-            np.copyto(target.reshape(piece.shape), piece)
-            bad = scan(target, info.dtype) if scanned else None
-            if bad is not None:
-                raise _refusal(name, info, cut, at + bad, target[bad])
-            if local is None:
-                assert self._window is not None
-                flat[at : at + n].copy_(self._window[:n])
-            at += n
-        assert at == flat.numel(), (name, at, flat.numel())
-        self.seconds += time.perf_counter() - start
-
-    def pieces(self, name: str, cut: Slice | None = None) -> Iterator[np.ndarray]:
-        """The bytes of (a slice of) a tensor, u8 [rows, bytes], as views of the mapping that die with the next one.
-
-        A cut by rows reads those rows' bytes and no others. A cut by columns passes over whole rows, in order, and
-        yields its columns; `bytes_read` counts what was passed over.
-        """
-        info = self.directory.tensors[name]
-        height = info.shape[0] if info.shape else 1
-        width = info.nbytes // height if height else 0
-        first, last = (cut.start, cut.stop) if cut is not None and cut.axis == 0 else (0, height)
-        begin, end = info.begin + first * width, info.begin + last * width
-        columns = None
-        if cut is not None and cut.axis == 1:
-            per = width // info.shape[1]
-            columns = slice(cut.start * per, cut.stop * per)
-        step = PIECE if columns is None else max(1, PIECE // width) * width
-        for start in range(begin, end, step):
-            stop = min(start + step, end)
-            data = self._mapped(info, start, stop)
-            self.bytes_read += stop - start
-            if columns is None:
-                yield data[None]
-            else:
-                data = data.reshape(-1, width)[:, columns]
-                for column in range(0, data.shape[1], PIECE):
-                    yield data[:, column : column + PIECE]
-            del data
-            self._forget(info, start, stop)
-
-    def _mapped(self, info: TensorInfo, start: int, stop: int) -> np.ndarray:
-        shard = self.directory.shards[info.shard]
-        if os.fstat(shard.fd).st_size != shard.size:
-            raise E.FileChangedError(f"{shard.path}: no longer the {shard.size} bytes that were checked")
-        if info.shard not in self._maps:
-            self._maps[info.shard] = mmap.mmap(shard.fd, 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(self._maps[info.shard], np.uint8, stop - start, start)
-
-    def _forget(self, info: TensorInfo, start: int, stop: int) -> None:
-        """Give the pages of a finished piece back; they are clean, so a neighbour on one of them faults it in again."""
-        low = start // mmap.PAGESIZE * mmap.PAGESIZE
-        self._maps[info.shard].madvise(mmap.MADV_DONTNEED, low, stop - low)
-        if self.evict:
-            os.posix_fadvise(self.directory.shards[info.shard].fd, low, stop - low, os.POSIX_FADV_DONTNEED)
-
-
-def read_window(tensors: Mapping[str, TensorInfo]) -> int:
-    """Host bytes that reading needs at a time: mapped pages on a CPU, a pinned buffer for CUDA."""
-    return min(PIECE, max((info.nbytes for info in tensors.values()), default=0))
+        self.reader.close()
+        if self._window is not None:
+            self.ledger.release(self._window)
+        self._window = None
 
 
 def storage_dtype(dtype: str) -> torch.dtype:
     return DTYPES[dtype]
-
-
-def scan(data: np.ndarray[Any, np.dtype[np.uint8]], dtype: str) -> int | None:
-    """Byte position of the first value in u8 `data` that `dtype` may not hold in a checkpoint, or None.
-
-    BF16 and F32: NaN and infinities, the bit patterns from the all-ones exponent up, for either sign. As signed
-    integers the positive ones are the largest, as unsigned ones the negative ones are: two maxima and no temporary.
-    F8_E4M3: 0x7F and everything with a sign bit.
-    """
-    if dtype == "F8_E4M3":
-        return int(np.argmax(data >= E4M3_NAN)) if data.max(initial=0) >= E4M3_NAN else None
-    if dtype not in ("BF16", "F32"):
-        return None
-    width, top = (2, 0x7F80) if dtype == "BF16" else (4, 0x7F800000)
-    signed: Any = data.view(f"i{width}")
-    unsigned: Any = data.view(f"u{width}")
-    sign = 1 << (8 * width - 1)
-    if signed.max(initial=0) < top and unsigned.max(initial=0) < sign + top:
-        return None
-    return int(np.argmax((unsigned & (sign - 1)) >= top)) * width
-
-
-def _refusal(name: str, info: TensorInfo, cut: Slice | None, at: int, byte: int) -> E.ValueRefusedError:
-    """The error for the value at byte `at` of the local slice, with its position in the whole tensor."""
-    local = info.shape if cut is None else cut.shape(info.shape)
-    index = [int(i) for i in np.unravel_index(at // WIDTHS[info.dtype], local)] if local else []
-    if cut is not None and cut.axis is not None:
-        index[cut.axis] += cut.start
-    if info.dtype != "F8_E4M3":
-        return E.NonFiniteWeightError(f"{name}: not finite at {index}")
-    kind = E.ScaleNaNError if byte & E4M3_NAN == E4M3_NAN else E.ScaleNegativeError
-    return kind(f"{name}: block scale byte {int(byte):#04x} at {index}, expected 0x00 .. 0x7e")
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -338,6 +215,16 @@ def _device(device: str | torch.device) -> torch.device:
     if found.type != "cpu":
         raise E.HardwareError(f"device {device}: expected cpu or cuda")
     return found
+
+
+def _huge(slab: Tensor) -> Tensor:
+    """Ask for 2 MiB pages under a slab in host memory: touching it first is otherwise half the work of loading."""
+    page = 2 << 20
+    if slab.device.type == "cpu" and sys.platform == "linux" and slab.numel() >= 2 * page:
+        start = -(-slab.data_ptr() // page) * page
+        length = (slab.data_ptr() + slab.numel() - start) // page * page
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
+    return slab
 
 
 def _unified(device: torch.device) -> bool:
