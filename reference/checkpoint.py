@@ -33,6 +33,8 @@ class Files:
     shards: dict[str, Shard] = field(default_factory=dict)
     total_size: int | None = None
     problems: list[e.InputError] = field(default_factory=list)
+    # Tensors that the index places in a shard that could not be read: one problem of the shard, not one of each.
+    unread: set[str] = field(default_factory=set)
 
     def data(self, name: str) -> memoryview:
         return self.shards[name].data(name)
@@ -58,6 +60,7 @@ def read_files(directory: str | Path) -> Files:
     except e.InputError as error:
         files.problems.append(error)
         return files
+    broken: set[str] = set()
     for file_name in names:
         path = files.directory / file_name
         try:
@@ -65,6 +68,7 @@ def read_files(directory: str | Path) -> Files:
             header = read_header(path)
         except e.InputError as error:
             files.problems.append(error)
+            broken.add(file_name)
             continue
         shard = Shard(header)
         for name, entry in header.entries.items():
@@ -79,7 +83,9 @@ def read_files(directory: str | Path) -> Files:
                 files.problems.append(e.UnindexedTensorError(f"{path}: tensor {e.show(name)} is not in {INDEX}"))
     for name, file_name in (weight_map or {}).items():
         found = files.shards.get(name)
-        if found is None or found.header.path.name != file_name:
+        if found is None and file_name in broken:
+            files.unread.add(name)
+        elif found is None or found.header.path.name != file_name:
             where = f", it is in {found.header.path.name}" if found else ""
             files.problems.append(
                 e.AbsentTensorError(f"{files.directory / file_name}: does not hold tensor {e.show(name)}{where}")
@@ -220,6 +226,8 @@ def check_layout(
     for spec in layout.tensors(config, export, gate_rank):
         specs[spec.name] = spec
         entry = files.entries.get(spec.name)
+        if entry is None and spec.name in files.unread:
+            continue
         if entry is None:
             missing += 1
             problems.append(_missing(files, spec, export))
@@ -246,7 +254,7 @@ def check_layout(
 
 def _missing(files: Files, spec: layout.TensorSpec, export: str) -> e.InputError:
     who = f" (layer {spec.layer}, expert {spec.expert})" if spec.expert is not None else ""
-    if spec.packed in files.entries and spec.name != spec.packed:
+    if spec.name != spec.packed and spec.packed in files.entries:
         return e.MissingScaleError(
             f"{files.directory}: {spec.packed} is packed, but {spec.name.rsplit('.', 1)[-1]} is missing{who}"
         )

@@ -11,11 +11,11 @@ MISSING = object()
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise e.HeaderDuplicateKeyError(f"key {e.show(key)} appears twice in one object")
-        result[key] = value
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise e.HeaderDuplicateKeyError(f"key {e.show(twice)} appears twice in one object")
     return result
 
 

@@ -36,8 +36,6 @@ def inspect(directory: Path, *, read_values: bool = True, quiet: bool = False) -
     if read_values:
         with byte_bar(f"reading {directory.name}", data_bytes, quiet) as advance:
             problems += _value_problems(found, advance)
-    tensors = sum(family["tensors"] for family in _families(found).values())
-    assert tensors == len(entries), (tensors, len(entries))
     return {
         "directory": str(directory),
         "export": found.export,
@@ -96,7 +94,8 @@ def _roles(found: Scan) -> list[dict[str, Any]]:
     roles: dict[tuple[str, str, str], list[int]] = {}
     for name, entry in found.files.entries.items():
         spec = found.specs.get(name)
-        key = (spec.family if spec else "unknown", layout.classify(name)[0], entry.dtype)
+        family, role = (spec.family, spec.role) if spec else ("unknown", layout.classify(name)[0])
+        key = (family, role, entry.dtype)
         count = roles.setdefault(key, [0, 0])
         count[0] += 1
         count[1] += entry.end - entry.begin

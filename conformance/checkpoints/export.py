@@ -126,7 +126,8 @@ def _plain(source: Source, spec: TensorSpec, dtype: str) -> Iterator[bytes]:
 def plan_shards(specs: list[TensorSpec], export: str) -> list[list[TensorSpec]]:
     """Tensors per shard: about equal bytes, in layout order, nvidia's MTP block first.
 
-    A cut prefers to fall right behind the codes of a packed weight, so that codes and scales lie in different shards.
+    A cut waits, for up to half a shard, until it falls right behind the codes of a packed weight, so that codes and
+    scales lie in different shards.
     """
     if export == "nvidia":
         layer = max((spec.layer for spec in specs if spec.layer is not None), default=None)
@@ -140,7 +141,7 @@ def plan_shards(specs: list[TensorSpec], export: str) -> list[list[TensorSpec]]:
         done += spec.nbytes
         if len(shards) < count and done * count >= total * len(shards):
             waiting += spec.nbytes
-            if spec.dtype == "U8" or waiting * count * 8 > total:
+            if spec.dtype == "U8" or waiting * count * 2 > total:
                 shards.append([])
                 waiting = 0
     return [shard for shard in shards if shard]

@@ -6,7 +6,7 @@ from typing import Any
 
 from conformance.checkpoints.edit import join
 
-NUMBERS = (0, 1, -1, 7, 2**31, 2**32, 2**62, 2**63, 2**64, 1.5, 1e300, None, "1", True, [])
+NUMBERS: tuple[Any, ...] = (0, 1, -1, 7, 2**31, 2**32, 2**62, 2**63, 2**64, 1.5, 1e300, None, "1", True, [])
 DTYPES = ("F64", "I4", "", 3, None, "BOOL", "f32", ["F32"])
 NAMES = ("", "e", "\x00", "z" * 2000, "__metadata__", "a.weight_packed")
 WIDTHS = {"F32": 4, "BF16": 2, "U8": 1, "F8_E4M3": 1}

@@ -44,6 +44,8 @@ def test_released_config(export):
     assert (text.gate_lower_bound, text.index_kpool, text.qk_rope_head_dim) == (-5.0, 4, 0)
     assert (text.rms_norm_eps, text.hc_eps, text.hc_sinkhorn_iters) == (1e-5, 1e-6, 20)
     assert text.eos_token_id == (154820, 154827, 154829)
+    assert parsed.vision is not None
+    assert parsed.quantization is not None
     assert parsed.vision.out_hidden_size == 4096
     assert parsed.tokens["image_token_id"] == 154854
     assert parsed.quantization.activations == (export == "nvidia")

@@ -72,8 +72,8 @@ def test_released_totals(export):
 
 @pytest.mark.parametrize(("export", "column"), [("nvidia", 3), ("libertai", 4), ("fp8", 5)])
 def test_every_published_pattern(export, column):
-    found = Counter()
-    stored = {}
+    found: Counter[tuple[str, str]] = Counter()
+    stored: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
     for spec in layout.tensors(FULL, export, 128):
         role = spec.role.replace(layout.TEXT, "~")
         key = (spec.family, role)

@@ -1,0 +1,204 @@
+"""`glm53 inspect`: every tensor accounted for, and every departure listed, however many there are."""
+
+import dataclasses
+import json
+import os
+import struct
+
+import pytest
+
+from conformance.checkpoints import edit, geometry
+from conformance.checkpoints.configs import config_json, hf_quant_config_json
+from conformance.checkpoints.export import Writer, _write_index, plan_shards
+from conformance.checkpoints.shared import copy_of, shared
+from reference import config, layout
+from reference.errors import IndexFileError
+from tools.cli import main
+from tools.inspect import inspect
+
+T = layout.TEXT
+
+
+@pytest.mark.parametrize("export", layout.EXPORTS)
+@pytest.mark.parametrize("name", ["tiny", "odd"])
+def test_good_checkpoint(export, name):
+    directory = shared(export, name)
+    result = inspect(directory)
+    tensors = edit.read_tensors(directory)
+    assert result["problems"] == []
+    assert result["export"] == export
+    assert result["tensors"] == len(tensors) == sum(family["tensors"] for family in result["families"].values())
+    assert result["bytes"] == sum(len(tensor.data) for tensor in tensors.values())
+    assert result["bytes"] == sum(role["bytes"] for role in result["roles"])
+    assert list(result["families"]) == list(layout.FAMILIES)
+    assert result["config_sha256"] == config.load(directory).sha256
+    # nvidia's ignore list does not name its BF16 MTP block; LibertAI's names every unpacked layer.
+    assert len(result["notes"]) == (export == "nvidia")
+    assert all("ignore list does not say so (first: model.language_model.layers." in note for note in result["notes"])
+
+
+@pytest.mark.parametrize(
+    ("export", "tensors", "size"),
+    [("nvidia", 147_661, 204_419_110_596), ("libertai", 113_074, 194_644_803_576)],
+)
+def test_released_geometry(tmp_path, export, tensors, size):
+    """All headers of the released model, over sparse files: every tensor known, every byte accounted for."""
+    raw = geometry("full").config
+    parsed = config.parse(raw)
+    shards = plan_shards(list(layout.tensors(parsed, export, 128)), export)
+    Writer(tmp_path, shards).close()
+    _write_index(tmp_path, shards)
+    (tmp_path / "config.json").write_text(config_json(raw, export))
+    if export == "nvidia":
+        (tmp_path / "hf_quant_config.json").write_text(hf_quant_config_json(raw))
+    result = inspect(tmp_path, read_values=False)
+    assert result["problems"] == []
+    assert (result["export"], result["tensors"], result["bytes"]) == (export, tensors, size)
+    assert result["families"] == {
+        family: {"tensors": count, "bytes": size}
+        for family, (count, size) in layout.totals(layout.tensors(parsed, export, 128)).items()
+    }
+
+
+def damaged(tmp_path):
+    """A checkpoint with one problem of each kind that leaves the rest readable."""
+    directory = copy_of(tmp_path, "libertai", "odd")
+    tensors = edit.read_tensors(directory)
+    expert = f"{T}layers.3.mlp.experts."
+    del tensors[f"{T}norm.weight"], tensors[f"{expert}2.up_proj.weight_scale"]
+    a_log = f"{T}layers.0.self_attn.A_log"
+    tensors[a_log] = dataclasses.replace(tensors[a_log], dtype="U16", shape=(12,))
+    flat = f"{T}layers.0.self_attn.dt_bias"
+    tensors[flat] = dataclasses.replace(tensors[flat], shape=(6, 16))
+    tensors["stray.weight"] = edit.Stored("U8", (1,), b"\0", tensors["lm_head.weight"].shard)
+    tensors[f"{expert}4.up_proj.weight_packed"] = edit.Stored("U8", (1,), b"\0", tensors["lm_head.weight"].shard)
+    scale, scale_2 = f"{expert}5.up_proj.weight_scale", f"{expert}6.down_proj.weight_scale_2"
+    tensors[scale] = tensors[scale].with_byte(8, 0xFF)
+    tensors[scale_2] = dataclasses.replace(tensors[scale_2], data=struct.pack("<f", float("nan")))
+    zero = f"{expert}7.down_proj.weight_scale_2"
+    tensors[zero] = dataclasses.replace(tensors[zero], data=bytes(4))
+    infinite = f"{T}layers.2.input_layernorm.weight"
+    tensors[infinite] = tensors[infinite].with_byte(0, 0x80).with_byte(1, 0x7F)
+    edit.write_tensors(directory, tensors)
+    index = edit.read_json(directory / edit.INDEX)
+    index["metadata"]["total_size"] += 1
+    index["weight_map"]["ghost"] = tensors["lm_head.weight"].shard
+    edit.write_json(directory / edit.INDEX, index)
+    (directory / "model-extra.safetensors").write_bytes(edit.join({}, b""))
+    return directory
+
+
+def test_lists_every_departure(tmp_path):
+    result = inspect(damaged(tmp_path))
+    kinds = sorted(problem["kind"] for problem in result["problems"])
+    assert kinds == sorted(
+        [
+            *("StrayShardError", "AbsentTensorError", "TotalSizeError"),
+            *("MissingTensorError", "MissingScaleError", "TensorDtypeError", "TensorShapeError"),
+            *("UnknownTensorError", "ForeignFormatError"),
+            *("BlockScaleError", "TensorScaleError", "TensorScaleError", "NonFiniteWeightError"),
+        ]
+    )
+    messages = "\n".join(problem["message"] for problem in result["problems"])
+    for words in (
+        "model-extra.safetensors",
+        "'ghost'",
+        f"{T}norm.weight is missing",
+        "weight_scale is missing (layer 3, expert 2)",
+        "A_log: U16, expected F32",
+        "dt_bias: shape [6, 16], expected [96]",
+        "'stray.weight' is not part of the libertai export",
+        "experts.4.up_proj.weight_packed'",
+        "experts.5.up_proj.weight_scale at [1, 1]: F8_E4M3 0xff",
+        "experts.6.down_proj.weight_scale_2: F32 0x7fc00000",
+        "experts.7.down_proj.weight_scale_2: 0, but the codes are not all zero",
+        "layers.2.input_layernorm.weight at [0]: BF16 0x7f80",
+    ):
+        assert words in messages
+    assert result["families"]["unknown"]["tensors"] == 2
+    assert not result["values_read"] or len(result["problems"]) == 13
+    assert len(inspect(tmp_path / "odd-libertai", read_values=False)["problems"]) == 9
+
+
+def broken_config(directory):
+    (directory / "config.json").write_text("{")
+
+
+def no_config(directory):
+    (directory / "config.json").unlink()
+
+
+def no_index(directory):
+    (directory / edit.INDEX).unlink()
+
+
+def cut_shard(directory):
+    path = directory / "model-00001-of-00003.safetensors"
+    os.truncate(path, path.stat().st_size - 7)
+
+
+def no_shards(directory):
+    for path in directory.glob("*.safetensors"):
+        path.unlink()
+
+
+def not_packed(directory):
+    tensors = edit.read_tensors(directory)
+    edit.write_tensors(directory, {n: t for n, t in tensors.items() if t.dtype != "U8"})
+
+
+BROKEN = [
+    (broken_config, {"ConfigFileError"}),
+    (no_config, {"ConfigFileError"}),
+    (no_index, {"IndexFileError"}),
+    (cut_shard, {"FileLengthError", "TotalSizeError"}),
+    (no_shards, {"MissingShardError", "TotalSizeError"}),
+    (not_packed, {"ExportError"}),
+]
+
+
+@pytest.mark.parametrize(("damage", "kinds"), BROKEN, ids=lambda value: getattr(value, "__name__", ""))
+def test_survives_what_cannot_be_opened(tmp_path, capsys, damage, kinds):
+    directory = copy_of(tmp_path, "nvidia", "odd")
+    damage(directory)
+    with pytest.raises(SystemExit) as caught:
+        main(["inspect", str(directory), "--json", str(tmp_path / "result.json")])
+    assert caught.value.code == 1
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert kinds == {problem["kind"] for problem in result["problems"]}
+    printed = capsys.readouterr()
+    assert f"{len(result['problems']):,} problems" in printed.out
+    assert printed.err == ""
+
+
+def test_command_on_a_good_directory(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["inspect", str(shared("libertai", "odd")), "--json", str(tmp_path / "result.json")])
+    assert caught.value.code == 0
+    printed = capsys.readouterr()
+    assert "export libertai, 775 tensors" in printed.out
+    assert "as the export stores it" in printed.out
+    assert json.loads((tmp_path / "result.json").read_text())["problems"] == []
+
+
+def test_quiet_prints_nothing(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["inspect", str(shared("libertai", "odd")), "--quiet", "--headers-only"])
+    assert caught.value.code == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_no_directory(tmp_path, capsys):
+    with pytest.raises(IndexFileError):
+        inspect(tmp_path / "absent")
+    with pytest.raises(SystemExit) as caught:
+        main(["inspect", str(tmp_path / "absent")])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_json_that_cannot_be_written(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["inspect", str(shared("libertai", "odd")), "--json", str(tmp_path / "absent" / "x.json"), "--quiet"])
+    assert caught.value.code == 2
+    assert "cannot be written" in capsys.readouterr().err
