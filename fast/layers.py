@@ -81,7 +81,7 @@ class Kda:
         if T == 1:
             core, matrix = kda.recurrent(query, *step, state.matrix)
         else:
-            core, matrix = kda.chunked(query, *step, state.matrix, self.setting.kda_chunk)
+            core, matrix = kda.chunked(self.setting.kda_chunk, query, *step, state.matrix)
         state.advance(matrix, history, step)
         if tap is not None:
             for leaf, value in zip(("q", "k", "v", "g", "beta", "core"), (q, k, v, g, beta, core), strict=True):

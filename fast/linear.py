@@ -35,12 +35,13 @@ def linear(x: Tensor, weight: Any, out: torch.dtype | None = None) -> Tensor:
     codes, scale = weight.codes, weight.scale
     (T, K), N = x.shape, codes.shape[0]
     assert (codes.shape, scale.shape) == ((N, K // 2), (N, K // 16)), (K, tuple(codes.shape), tuple(scale.shape))
-    y = x.new_empty(T, N, dtype=out)
     step = max(1, BLOCK_BYTES // (4 * K))
+    if step >= N:
+        return (_product(x, unscaled(codes, scale, x.dtype), torch.float32) * weight.scale_2).to(out)
+    y = x.new_empty(T, N, dtype=out)
     for n in range(0, N, step):
         rows = slice(n, n + step)
-        values = unscaled(codes[rows], scale[rows], x.dtype)
-        y[:, rows] = _product(x, values, torch.float32) * weight.scale_2
+        y[:, rows] = _product(x, unscaled(codes[rows], scale[rows], x.dtype), torch.float32) * weight.scale_2
     return y
 
 

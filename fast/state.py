@@ -194,6 +194,7 @@ class State:
         copies = {name: x.clone() for name, x in self.arrays().items()}
         return {**copies, "length": torch.tensor(self.length)}
 
+    @torch.inference_mode()
     def restore(self, snapshot: dict[str, Tensor]) -> None:
         """Raises StateError when the snapshot lacks a layer's state, has one too many, or mixes lengths."""
         length = int(snapshot["length"])

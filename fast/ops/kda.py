@@ -69,16 +69,16 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
     return torch.stack(core), state
 
 
-def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, w: int) -> tuple[Tensor, Tensor]:
-    """As `recurrent`, in chunks of `w` tokens; the tail of the last chunk is filled with tokens that change nothing."""
+def chunked(w: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """As `recurrent(*inputs)`, in chunks of `w` tokens; the last one is filled up with tokens that change nothing."""
+    _check(*inputs)
+    q, k, v, g, beta, state = inputs
     T, H, d = q.shape
-    _check(q, k, v, g, beta, state)
     w = min(w, -(-T // SUB) * SUB)
     step = max(1, SEGMENT // w) * w
     core = []
     for t in range(0, T, step):
-        part = [_split(x[t : t + step], w) for x in (q, k, v, g, beta[:, :, None])]
-        out, state = _segment(part, state)
+        out, state = _segment([_split(x[t : t + step], w) for x in (q, k, v, g, beta[:, :, None])], state)
         core.append(out.permute(0, 2, 1, 3).reshape(-1, H, d)[: min(step, T - t)])
     return torch.cat(core), state
 
@@ -87,8 +87,7 @@ def _split(x: Tensor, w: int) -> Tensor:
     """[T, H, n] -> [chunks, H, w, n], zero filled."""
     T, H, n = x.shape
     chunks = -(-T // w)
-    x = torch.cat([x, x.new_zeros(chunks * w - T, H, n)]) if chunks * w > T else x
-    return x.view(chunks, w, H, n).transpose(1, 2).contiguous()
+    return torch.cat([x, x.new_zeros(chunks * w - T, H, n)]).view(chunks, w, H, n).transpose(1, 2).contiguous()
 
 
 def _segment(inputs: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:

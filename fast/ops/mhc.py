@@ -49,21 +49,18 @@ def mix(streams: Tensor, weights: Weights, *, norm_eps: float, hc_eps: float, it
 
 def sinkhorn(comb: Tensor, eps: float, iterations: int) -> Tensor:
     """comb [T, C, C], positive -> nearly doubly stochastic; one column pass, then `iterations` - 1 (row, column)."""
-    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    comb = comb / comb.sum(-2, keepdim=True).add_(eps)
     for _ in range(iterations - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        comb.div_(comb.sum(-1, keepdim=True).add_(eps))
+        comb.div_(comb.sum(-2, keepdim=True).add_(eps))
     return comb
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
-    """streams [T, C, D], pre [T, C] -> sum_i pre[i] S[i], [T, D] in storage; added in stream order."""
+    """streams [T, C, D], pre [T, C] -> sum_i pre[i] S[i], [T, D] in storage."""
     T, C, _ = streams.shape
     assert pre.shape == (T, C), (tuple(streams.shape), tuple(pre.shape))
-    total = pre[:, 0, None] * streams[:, 0].float()
-    for i in range(1, C):
-        total = total + pre[:, i, None] * streams[:, i].float()
-    return total.to(streams.dtype)
+    return (pre[:, :, None] * streams.float()).sum(1).to(streams.dtype)
 
 
 def combine(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -74,7 +71,5 @@ def combine(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     T, C, D = streams.shape
     found = out.shape, post.shape, comb.shape
     assert found == ((T, D), (T, C), (T, C, C)), (tuple(streams.shape), found)
-    total = post[:, :, None] * out.float()[:, None, :]
-    for i in range(C):
-        total = total + comb[:, i, :, None] * streams[:, i, None, :].float()
-    return total.to(streams.dtype)
+    mixed = torch.bmm(comb.transpose(1, 2), streams.float())
+    return (mixed + post[:, :, None] * out.float()[:, None, :]).to(streams.dtype)

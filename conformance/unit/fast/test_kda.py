@@ -53,13 +53,13 @@ def agree(found, expected, limits) -> None:
 def test_chunked_is_recurrent(w, T):
     """In float64, where a wrong term cannot hide behind rounding."""
     inputs = sequence(T, T)
-    agree(kda.chunked(*inputs, w), kda.recurrent(*inputs), error_bound(inputs, 4 * d + 2 * w, torch.float64))
+    agree(kda.chunked(w, *inputs), kda.recurrent(*inputs), error_bound(inputs, 4 * d + 2 * w, torch.float64))
 
 
 @pytest.mark.parametrize("w", WIDTHS)
 def test_fp32_chunks_are_as_exact_as_fp32_steps(w):
     inputs = sequence(7, 100)
-    found = kda.chunked(*(x.float() for x in inputs), w)
+    found = kda.chunked(w, *(x.float() for x in inputs))
     exact = kda.recurrent(*(x.float().double() for x in inputs))
     agree(found, exact, error_bound(inputs, 4 * d + 2 * w, torch.float32))
 
@@ -69,7 +69,7 @@ def test_fp32_chunks_are_as_exact_as_fp32_steps(w):
 def test_near_parallel_keys(w, T, near):
     """Keys u + near * noise, beta about 0.97, little decay: the powers of a series inverse explode here."""
     inputs = sequence(11, T, near=near, strong=3.5)
-    found = kda.chunked(*(x.float() for x in inputs), w)
+    found = kda.chunked(w, *(x.float() for x in inputs))
     agree(
         found, kda.recurrent(*(x.float().double() for x in inputs)), error_bound(inputs, 4 * d + 2 * w, torch.float32)
     )
@@ -81,7 +81,7 @@ def test_strongest_decay_neither_overflows_nor_vanishes(lower_bound):
     q, k, v, g, beta, state = sequence(13, 64)
     g = torch.full_like(g, lower_bound)
     inputs = (q, k, v, g, beta, state)
-    found = kda.chunked(*(x.float() for x in inputs), 64)
+    found = kda.chunked(64, *(x.float() for x in inputs))
     exact = kda.recurrent(*(x.float().double() for x in inputs))
     agree(found, exact, error_bound(inputs, 4 * d + 2 * 64, torch.float32))
     assert float(exact[1].abs().max()) > 0
@@ -91,17 +91,17 @@ def test_strongest_decay_neither_overflows_nor_vanishes(lower_bound):
 def test_state_carries_over_a_cut(cut):
     inputs = sequence(17, 100)
     *rows, state = inputs
-    first, middle = kda.chunked(*(x[:cut] for x in rows), state, 32)
-    second, last = kda.chunked(*(x[cut:] for x in rows), middle, 32)
+    first, middle = kda.chunked(32, *(x[:cut] for x in rows), state)
+    second, last = kda.chunked(32, *(x[cut:] for x in rows), middle)
     limits = error_bound(inputs, 2 * (4 * d + 2 * 32), torch.float64)
-    agree((torch.cat([first, second]), last), kda.chunked(*inputs, 32), limits)
+    agree((torch.cat([first, second]), last), kda.chunked(32, *inputs), limits)
 
 
 def test_long_calls_are_prepared_in_segments(monkeypatch):
     inputs = sequence(19, 130)
-    whole = kda.chunked(*inputs, 16)
+    whole = kda.chunked(16, *inputs)
     monkeypatch.setattr(kda, "SEGMENT", 32)
-    agree(kda.chunked(*inputs, 16), whole, error_bound(inputs, 4 * d + 2 * 16, torch.float64))
+    agree(kda.chunked(16, *inputs), whole, error_bound(inputs, 4 * d + 2 * 16, torch.float64))
 
 
 def test_update_writes_nothing_in_place():
