@@ -145,12 +145,12 @@ def load(
     rank: int = 0,
     mtp: bool = False,
     vision: bool = False,
-    vocab_split: bool = False,
+    vocab: str = "replicated",
     progress: bool = True,
 ) -> Weights:
     """Load one rank's operands. Raises an InputError of `fast.errors` for anything wrong with the input."""
     config = configs.load(directory)
-    mesh = Mesh(tp, ep, rank, vocab_split)
+    mesh = Mesh(tp, ep, rank, vocab)
     checked = open_directory(directory, lambda name: void(layout.find(config, name)))
     try:
         store = Store(checked, device)

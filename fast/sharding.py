@@ -31,9 +31,12 @@ class Mesh:
     tp: int = 1
     ep: int = 1
     rank: int = 0
-    vocab_split: bool = False
+    vocab: str = "replicated"
+    """What is cut by vocabulary rows into `tp` parts: nothing, "head" (lm_head), or "split" (embedding too)."""
 
     def __post_init__(self) -> None:
+        if self.vocab not in ("replicated", "head", "split"):
+            raise MeshError(f"vocab {self.vocab!r}: expected replicated, head or split")
         if self.tp < 1 or self.ep < 1:
             raise RankRangeError(f"tp {self.tp}, ep {self.ep}: expected at least 1 each")
         if self.world % self.tp or self.world % self.ep:
@@ -109,7 +112,8 @@ def weight_slice(weight: Weight, mesh: Mesh, *, packed: bool, experts: int) -> S
             return None
         size, rank = mesh.expert_tp, mesh.expert_tp_rank
     elif cut.vocabulary:
-        size, rank = (mesh.tp, mesh.tp_rank) if mesh.vocab_split else (1, 0)
+        divided = mesh.vocab == "split" or (mesh.vocab == "head" and weight.role == "lm_head")
+        size, rank = (mesh.tp, mesh.tp_rank) if divided else (1, 0)
     else:
         size, rank = mesh.tp, mesh.tp_rank
     summed = cut.axis == 1 and (size > 1 or (weight.expert is not None and mesh.world > 1))
