@@ -43,7 +43,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """value = centre + deviation * (a standard variable moved away from zero by `gap`); see `Synthetic.rule`."""
+    """value = centre + deviation * (a standard variable moved away from zero by `gap`); see `Synthetic.rule`.
+
+    Several centres are those of the elements of a vector as long.
+    """
 
     deviation: float
     centre: tuple[float, ...] = (0.0,)
@@ -104,17 +107,21 @@ class Synthetic:
         width = math.prod(spec.shape[1:])
         key = key_of(self.seed, self._key_name(spec))
         rule = self.rule(spec, key)
-        whole = integers(key, start * width, shape[0] * width)
-        if rule.gap:
-            gap = np.int32(rule.gap * DEVIATION)
-            whole += np.where(whole < 0, -gap, gap)
-        values = whole.astype(np.float32)
-        values *= np.float32(rule.deviation / DEVIATION)
-        if len(rule.centre) > 1:
-            values += np.resize(np.array(rule.centre, np.float32), spec.shape[0])[start:stop]
-        elif rule.centre[0]:
-            values += np.float32(rule.centre[0])
-        return (round_bf16(values) if spec.dtype == "BF16" else values).reshape(shape)
+        values = np.empty(shape[0] * width, np.float32)
+        scale, gap = np.float32(rule.deviation / DEVIATION), np.int32(rule.gap * DEVIATION)
+        for first in range(0, values.size, BLOCK):
+            part = values[first : first + BLOCK]
+            whole = integers(key, start * width + first, part.size)
+            if rule.gap:
+                whole += np.where(whole < 0, -gap, gap)
+            np.multiply(whole.astype(np.float32), scale, out=part)
+            if len(rule.centre) > 1:
+                part += np.resize(np.array(rule.centre, np.float32), spec.shape[0])[start:stop]
+            elif rule.centre[0]:
+                part += np.float32(rule.centre[0])
+            if spec.dtype == "BF16":
+                part[:] = round_bf16(part)
+        return values.reshape(shape)
 
     def input_scale(self, layer: int, projection: str) -> np.float32:
         key = key_of(self.seed, f"{self.layer_keys[layer]}/{projection}.input_scale")
