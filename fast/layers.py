@@ -83,11 +83,12 @@ class Kda:
         else:
             core, matrix = kda.chunked(self.setting.kda_chunk, query, *step, state.matrix)
         state.advance(matrix, history, step)
+        core = core.to(x.dtype)
         if tap is not None:
             for leaf, value in zip(("q", "k", "v", "g", "beta", "core"), (q, k, v, g, beta, core), strict=True):
                 tap(f"{self.name}.attn.{leaf}", value)
         gate = linear(linear(x, self.g_a), self.g_b).view(T, H, d)
-        y = kda.gated_norm(core, gate, self.o_norm, self.eps, x.dtype)
+        y = kda.gated_norm(core, gate, self.o_norm, self.eps)
         return self.setting.join(linear(y, self.o, self.setting.partial), f"{self.name}.attn")
 
 

@@ -140,10 +140,10 @@ def _decayed(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return A, B
 
 
-def gated_norm(core: Tensor, gate: Tensor, o_norm: Tensor, eps: float, out: torch.dtype) -> Tensor:
-    """core, gate [T, H, d], o_norm [d], shared by the heads -> norm(core) * sigmoid(gate), [T, H*d] in `out`."""
+def gated_norm(core: Tensor, gate: Tensor, o_norm: Tensor, eps: float) -> Tensor:
+    """core, gate [T, H, d], o_norm [d], shared by the heads -> norm(core) * sigmoid(gate), [T, H*d] in storage."""
     T, H, d = core.shape
     assert (gate.shape, o_norm.shape) == ((T, H, d), (d,)), (tuple(gate.shape), tuple(o_norm.shape))
     wide = core.float()
     wide = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps) * o_norm.float()
-    return (wide * torch.sigmoid(gate.float())).reshape(T, H * d).to(out)
+    return (wide * torch.sigmoid(gate.float())).reshape(T, H * d).to(core.dtype)

@@ -1,22 +1,16 @@
-"""Synthetic checkpoints, written once per session."""
+"""Fixtures of the fast engine's tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from conformance.checkpoints import make
+from conformance.checkpoints.shared import shared
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def checkpoint() -> Callable[..., Path]:
     """checkpoint(geometry, export, seed=0) -> directory."""
-
-    @cache
-    def build(geometry: str, export: str, seed: int = 0) -> Path:
-        return make(tmp_path_factory.mktemp("checkpoint") / f"{geometry}-{export}-{seed}", export, geometry, seed)
-
-    return build
+    return lambda geometry, export, seed=0: shared(export, geometry, seed)

@@ -167,5 +167,5 @@ def test_unit_and_gated_norm():
         * o_norm.double()
         / (1 + torch.exp(-gate.double()))
     )
-    found = kda.gated_norm(x, gate, o_norm, 1e-2, torch.float32)
+    found = kda.gated_norm(x, gate, o_norm, 1e-2)
     bounds.check(found, y.reshape(5, H * d), bounds.gamma(d + 12) * y.reshape(5, H * d).abs())
