@@ -116,7 +116,8 @@ class Stochastic(Arithmetic):
         y = product(a, right)
         rows = np.sqrt(total(a * a))[..., :, None]
         u = self._draw(y.shape, point + "/sum")
-        y = y + (2.0 * u - 1.0) * 2.0**-24 * (rows * right.norms[..., None, :])
+        noise = (2.0 * u - 1.0) * 2.0**-24 * (rows * right.norms[..., None, :])
+        y = y + np.where(np.isfinite(y), noise, 0.0)
         if out == "none":
             return y
         return self.store(y, point) if out == "bf16" else self.single(y, point)

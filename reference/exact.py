@@ -12,7 +12,6 @@ limb; carries between limbs and the final rounding are exact float64 operations 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fractions import Fraction
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from reference.elementary import total
 
 _DEPTH = 8  # slices per operand before a row or column counts as wide
 _KEPT = 1 << 21  # elements of a right operand up to which its slices are kept
-_BLOCK = 1 << 17  # elements of a larger one that are cut at a time, so that the work stays in cache
+_BLOCK = 1 << 20  # elements of a larger one that are cut at a time
 _WORK = 1 << 22  # elements of a result worked out at a time
 
 
@@ -260,32 +259,31 @@ def _assemble(limbs: np.ndarray, q: int, scale: np.ndarray, odd: bool) -> np.nda
 
 
 def _finish_wide(out: np.ndarray, a: np.ndarray, right: Sliced, wide: np.ndarray, odd: bool) -> None:
-    """Elements whose row or column spans too many bits for slices: exact rational arithmetic, one by one."""
-    a_all = np.broadcast_to(a, (*out.shape[:-2], *a.shape[-2:]))
-    b_all = np.broadcast_to(right.values, (*out.shape[:-2], right.k, right.n))
+    """Elements whose row or column spans too many bits for slices: exact integer arithmetic, one by one."""
+    a = np.broadcast_to(a, (*out.shape[:-2], *a.shape[-2:]))
+    b = np.broadcast_to(right.values, (*out.shape[:-2], right.k, right.n))
     for index in np.argwhere(np.broadcast_to(wide | right.wide, out.shape)):
         *lead, m, n = index.tolist()
-        exact = sum(
-            (
-                Fraction(x) * Fraction(y)
-                for x, y in zip(a_all[(*lead, m)].tolist(), b_all[(*lead, slice(None), n)].tolist(), strict=True)
-            ),
-            Fraction(0),
-        )
-        out[(*lead, m, n)] = _round_fraction(exact, odd)
+        pairs = zip(a[(*lead, m)].tolist(), b[(*lead, slice(None), n)].tolist(), strict=True)
+        out[(*lead, m, n)] = _round(sum(_units(x) * _units(y) for x, y in pairs), odd)
 
 
-def _round_fraction(x: Fraction, odd: bool = False) -> float:
-    """x to float64, once: nearest even (infinity beyond the range), or to odd."""
+def _units(x: float) -> int:
+    """x in units of 2^-1074, of which every finite float64 is a multiple."""
+    over, under = x.as_integer_ratio()
+    return over * ((1 << 1074) // under)
+
+
+def _round(units: int, odd: bool) -> float:
+    """units * 2^-2148 to float64, once: nearest even (infinity beyond the range), or to odd."""
     try:
-        near = x.numerator / x.denominator
+        near = units / (1 << 2148)
     except OverflowError:
-        near = float("inf") if x > 0 else float("-inf")
-    if not odd or near in (float("inf"), float("-inf")) or Fraction(near) == x:
+        return float("inf") if units > 0 else float("-inf")
+    gap = units - (_units(near) << 1074)
+    if not odd or gap == 0 or int(np.float64(near).view(np.int64)) & 1:
         return near
-    if int(np.float64(near).view(np.int64)) & 1:
-        return near
-    return float(np.nextafter(near, np.inf if x > Fraction(near) else -np.inf))
+    return float(np.nextafter(near, np.inf if gap > 0 else -np.inf))
 
 
 def _finish_special(out: np.ndarray, a: np.ndarray, right: Sliced) -> None:
