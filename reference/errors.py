@@ -224,6 +224,21 @@ class TensorScaleError(ValueRangeError):
     """A tensor scale is NaN, infinite, negative, or zero where the codes are not."""
 
 
+# --- sharding --------------------------------------------------------------------------------------
+
+
+class ShardingError(InputError):
+    """A model cannot be divided among ranks as asked."""
+
+
+class MeshError(ShardingError):
+    """Sizes and rank do not describe a mesh."""
+
+
+class DivisionError(ShardingError):
+    """Heads, widths or 16-column blocks do not divide among the ranks, or there are fewer experts than ranks."""
+
+
 # --- writing --------------------------------------------------------------------------------------
 
 
