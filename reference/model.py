@@ -399,6 +399,15 @@ class TextModel:
         """Forgets every token."""
         self.state = self.fresh()
 
+    def snapshot(self) -> State:
+        """The state as it is now; nothing that follows changes it."""
+        return self.state.copy()
+
+    def restore(self, snapshot: State) -> None:
+        """Goes back to a snapshot, bit for bit. Raises `StateLengthError` if its layers saw different numbers of tokens."""
+        _ = snapshot.length
+        self.state = snapshot.copy()
+
     def embed(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """tokens [.., T] -> embed [.., T, D]. Raises `TokenIdError`."""
         return self.ar.store(self.w.lookup("embed_tokens.weight", self._checked(tokens)), "embed")
