@@ -472,8 +472,9 @@ def check_hf_quant_config(path: Path, config: ModelConfig) -> None:
     raw, _ = read_json(path)
     f = Fields(raw, str(path), "", Unknown(GENERIC_KEYS, OFF_VALUES)).child("quantization", strict=False)
     f.enum("quant_algo", ("NVFP4",))
-    f.equals("group_size", 16)
-    f.enum("kv_cache_quant_algo", ("FP8", None), optional=True)
+    if f.optional("group_size") is not None:
+        f.equals("group_size", 16)
+    f.enum("kv_cache_quant_algo", ("FP8",), optional=True)
     if config.quantization is None:
         raise e.ConfigContradictionError(f"{path}: present, but config.json has no quantization_config")
     fp8 = f.optional("kv_cache_quant_algo") == "FP8"
@@ -483,7 +484,8 @@ def check_hf_quant_config(path: Path, config: ModelConfig) -> None:
             f"but config.json has kv_cache_scheme {'FP8' if config.quantization.kv_cache_fp8 else None}"
         )
     # Repositories have corrected one of the two lists without the other; both only advise, dtypes decide.
-    f.strings("exclude_modules")
+    if f.optional("exclude_modules") is not None:
+        f.strings("exclude_modules")
 
 
 def canonical(raw: Mapping[str, Any]) -> str:

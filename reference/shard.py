@@ -166,13 +166,20 @@ class Shard:
         self._map: mmap.mmap | None = None
 
     def data(self, name: str) -> memoryview:
-        """The bytes of one tensor, a read-only view. Raises `FileLengthError` if the file shrank meanwhile."""
+        """The bytes of one tensor, read-only. Raises `FileLengthError` or `ShardFileError` if the file changed."""
         entry = self.header.entries[name]
         if entry.begin == entry.end:
             return memoryview(b"")
         if self._map is None:
-            with self.header.path.open("rb") as file:
-                if (size := os.fstat(file.fileno()).st_size) != self.header.size:
-                    raise e.FileLengthError(f"{self.header.path}: {size} bytes now, {self.header.size} when checked")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._map = self._open()
         return memoryview(self._map)[entry.begin : entry.end]
+
+    def _open(self) -> mmap.mmap:
+        path = self.header.path
+        try:
+            with path.open("rb") as file:
+                if (size := os.fstat(file.fileno()).st_size) != self.header.size:
+                    raise e.FileLengthError(f"{path}: {size} bytes now, {self.header.size} when checked")
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise e.ShardFileError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -40,12 +40,12 @@ def write_export(
     `progress(name, bytes)` is called for each piece written, with the name at a tensor's first piece. `companions` are
     copied beside the weights. Raises `OutputError`, and whatever the source raises.
     """
-    directory = Path(directory)
+    directory = Path(directory).absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise OutputError(f"{directory}: exists and is not an empty directory")
     stored = {spec.name: spec for spec in tensors(source.config, export, source.gate_rank)}
     shards = plan_shards(list(stored.values()), export)
-    partial = directory.absolute().with_name(f".{directory.name}.partial-{os.getpid()}")
+    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
     except OSError as error:
@@ -67,8 +67,10 @@ def write_export(
         for path in companions:
             shutil.copyfile(path, partial / path.name)
         partial.rename(directory)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise OutputError(f"{directory}: cannot be written: {error.strerror or error}") from None
         raise
 
 

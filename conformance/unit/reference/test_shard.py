@@ -162,6 +162,14 @@ def test_not_a_regular_file(tmp_path):
             shard.read_header(path)
 
 
+def test_file_that_disappears_after_the_check(tmp_path):
+    path = write(tmp_path, join({"a": A, "b": B}, DATA))
+    opened = shard.Shard(shard.read_header(path))
+    path.unlink()
+    with pytest.raises(e.ShardFileError, match="cannot be read"):
+        opened.data("a")
+
+
 def test_file_that_shrinks_after_the_check(tmp_path):
     path = write(tmp_path, join({"a": A, "b": B}, DATA))
     opened = shard.Shard(shard.read_header(path))

@@ -154,7 +154,7 @@ def test_shards_are_read_by_the_safetensors_library():
     tensors = edit.read_tensors(directory)
     found = {}
     for path in directory.glob("*.safetensors"):
-        with safe_open(path, "pt") as opened:
+        with safe_open(path, "np") as opened:
             for name in opened.keys():  # noqa: SIM118
                 found[name] = tuple(opened.get_slice(name).get_shape())
     assert found == {name: tensor.shape for name, tensor in tensors.items()}
@@ -183,6 +183,12 @@ def test_reduced_models_hold_the_weights_of_the_whole(tmp_path):
         np.testing.assert_array_equal(found, expected, err_msg=name)
         compared += 1
     assert compared == len(small.names())
+
+
+def test_one_setting_changed(tmp_path):
+    made = checkpoints.make(tmp_path / "out", "libertai", "odd", config={"norm_topk_prob": False, "n_group": 1})
+    text = open_checkpoint(made).config.text
+    assert (text.norm_topk_prob, text.n_group, text.hidden_size) == (False, 1, 112)
 
 
 def test_one_layer_geometry():
@@ -245,6 +251,16 @@ def test_refuses_a_directory_that_holds_something(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["file", "full"]
     (tmp_path / "empty").mkdir()
     assert open_checkpoint(checkpoints.make(tmp_path / "empty", "nvidia", "odd")).export == "nvidia"
+
+
+def test_disk_that_fails(tmp_path, monkeypatch):
+    def full(file, data, position):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OutputError, match="No space left on device"):
+        checkpoints.make(tmp_path / "out", "libertai", "odd")
+    assert os.listdir(tmp_path) == []
 
 
 def test_nothing_is_left_behind_when_writing_fails(tmp_path, monkeypatch):
