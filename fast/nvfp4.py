@@ -28,7 +28,7 @@ E4M3_NAN = 0x7F
 ENCODE_ELEMENTS = 1 << 18
 """Values encoded at a time."""
 
-ENCODE_BYTES = 20
+ENCODE_BYTES = 17
 """Bytes of temporaries per value while encoding: fp32 values, magnitudes and two partial codes, byte codes, scales."""
 
 
@@ -122,13 +122,15 @@ def encode_rows(x: Tensor, scale_2: Tensor, codes: Tensor, scale: Tensor) -> Non
     magnitude /= divisor[..., None]
     if not bool(divisor.all()):
         magnitude.nan_to_num_(nan=0.0)
+    # The sign is that of the quotient: one too small for fp32 stores 0x0, whatever the sign of x.
+    negative = ((blocks < 0) & (magnitude > 0)).to(torch.uint8)
     # The grid has step 1/2 up to 2, step 1 up to 4 and step 2 up to 6: rounding half to even within each step, then
     # counting the steps passed, is rounding to the nearest code with ties to the even one.
     code = (magnitude * 2.0).round_().clamp_(max=4.0)
     code += magnitude.round().clamp_(2.0, 4.0)
     code += magnitude.mul_(0.5).round_().clamp_(2.0, 3.0)
     nibble = code.sub_(4.0).to(torch.uint8)
-    nibble += (blocks < 0).to(torch.uint8) << 3
+    nibble += negative << 3
     pairs = nibble.view(rows, cols // 2, 2)
     torch.add(pairs[..., 0], pairs[..., 1], alpha=16, out=codes)
 
