@@ -188,6 +188,16 @@ def parse(raw: Any, *, sha256: str | None = None) -> Config:
         raw=raw,
         sha256=sha256,
     )
+    special = {
+        "eos_token_id": config.text.eos_token_id,
+        "pad_token_id": (config.text.pad_token_id,),
+        "image_token_id": (config.image_token_id,),
+        "video_token_id": (config.video_token_id,),
+    }
+    for key, tokens in special.items():
+        for token in tokens:
+            if token is not None and token >= config.text.vocab_size:
+                raise ConfigContradictionError(f"{key}: token {token}, but vocab_size is {config.text.vocab_size}")
     if config.vision is not None and config.vision.out_hidden_size != config.text.hidden_size:
         raise ConfigContradictionError(
             f"vision_config.out_hidden_size: found {config.vision.out_hidden_size}, "
@@ -310,17 +320,20 @@ def _kinds(s: Section, kda: tuple[int, ...], dsa: tuple[int, ...], layers: int) 
 
 
 def _agree(s: Section, kinds: list[str], dense: int) -> None:
-    for layer, value in enumerate(s.texts("layer_types", len(kinds)) or ()):
-        if value != KDA_SPELLING and value not in DSA_SPELLINGS:
-            raise ConfigValueError(f"{s.where('layer_types')}: layer {layer} has the unknown type {short(value)}")
+    """The lists that repeat what a layer is, where present; first that they speak the language, then what they say."""
+    types, mlps = s.texts("layer_types", len(kinds)) or (), s.texts("mlp_layer_types", len(kinds)) or ()
+    known = (("layer_types", types, (KDA_SPELLING, *DSA_SPELLINGS)), ("mlp_layer_types", mlps, ("dense", "sparse")))
+    for key, values, spellings in known:
+        for layer, value in enumerate(values):
+            if value not in spellings:
+                raise ConfigValueError(f"{s.where(key)}: layer {layer} has the unknown type {short(value)}")
+    for layer, value in enumerate(types):
         if (value == KDA_SPELLING) != (kinds[layer] == "kda"):
             raise ConfigContradictionError(
                 f"{s.where('layer_types')}: layer {layer} is {short(value)}, but linear_attn_config makes it a "
                 f"{kinds[layer].upper()} layer"
             )
-    for layer, value in enumerate(s.texts("mlp_layer_types", len(kinds)) or ()):
-        if value not in ("dense", "sparse"):
-            raise ConfigValueError(f"{s.where('mlp_layer_types')}: layer {layer} has the unknown type {short(value)}")
+    for layer, value in enumerate(mlps):
         if (value == "dense") != (layer < dense):
             raise ConfigContradictionError(
                 f"{s.where('mlp_layer_types')}: layer {layer} is {value}, but first_k_dense_replace is {dense}"
