@@ -53,12 +53,14 @@ class KdaState:
 
     def __init__(self, matrix: Tensor, history: Tensor) -> None:
         self.matrix, self.history = matrix, history
+        self.length = 0
         self._entry: tuple[Tensor, Tensor] | None = None
         self._steps: list[tuple[Tensor, ...]] = []
 
     def advance(self, matrix: Tensor, history: Tensor, step: Sequence[Tensor]) -> None:
         """Take the state after a call; `step` = (k, v, g, beta), each [T, H, ..], is what replaying the call needs."""
         self.matrix, self.history = matrix, history
+        self.length += len(step[0])
         if self._entry is not None:
             self._steps.append((*(part[0] for part in step), history))
 
@@ -67,6 +69,7 @@ class KdaState:
 
     def commit(self, kept: int) -> None:
         assert self._entry is not None
+        self.length -= len(self._steps) - kept
         if kept < len(self._steps):
             self.matrix, self.history = self._entry
             for k, v, g, beta, history in self._steps[:kept]:
@@ -76,8 +79,9 @@ class KdaState:
     def arrays(self) -> dict[str, Tensor]:
         return {"state": self.matrix, "conv_state": self.history}
 
-    def load(self, arrays: dict[str, Tensor]) -> None:
-        self.matrix, self.history = arrays["state"].clone(), arrays["conv_state"].clone()
+    def load(self, arrays: dict[str, Tensor], length: int) -> None:
+        self.matrix, self.history, self.length = arrays["state"].clone(), arrays["conv_state"].clone(), length
+        self._entry, self._steps = None, []
 
 
 class DsaState:
@@ -137,7 +141,8 @@ class DsaState:
             found |= {"pool_keys": self.pools.view(), "tail_keys": self.keys[tail], "tail_gates": self.gates[tail]}
         return found
 
-    def load(self, arrays: dict[str, Tensor]) -> None:
+    def load(self, arrays: dict[str, Tensor], length: int) -> None:
+        assert arrays["latent"].shape[0] == length, (arrays["latent"].shape, length)
         self.latents.cut(0)
         self.latents.append(arrays["latent"])
         if self.indexed:
@@ -190,20 +195,24 @@ class State:
         return {f"{name}.{key}": x for name, layer in self.layers.items() for key, x in layer.arrays().items()}
 
     def snapshot(self) -> dict[str, Tensor]:
-        """A copy of `arrays()` and of `length`, for `restore`: every layer at one and the same token."""
+        """A copy of `arrays()`, and how many tokens made each layer's part (`layers.i.length`)."""
         copies = {name: x.clone() for name, x in self.arrays().items()}
-        return {**copies, "length": torch.tensor(self.length)}
+        return copies | {f"{name}.length": torch.tensor(layer.length) for name, layer in self.layers.items()}
 
     @torch.inference_mode()
     def restore(self, snapshot: dict[str, Tensor]) -> None:
-        """Raises StateError when the snapshot lacks a layer's state, has one too many, or mixes lengths."""
-        length = int(snapshot["length"])
-        expected = {*self.arrays(), "length"}
+        """Raises StateError when the snapshot lacks a layer's state, has one too many, or mixes lengths.
+
+        A recurrent state cannot be cut back, so all layers have to have been saved after the same token.
+        """
+        expected = {*self.arrays(), *(f"{name}.length" for name in self.layers)}
         if expected != set(snapshot):
             raise StateError(f"state: snapshot differs in {sorted(expected ^ set(snapshot))}")
-        for name in expected:
-            if name.endswith(".latent") and snapshot[name].shape[0] != length:
-                raise StateError(f"state: {name} holds {snapshot[name].shape[0]} tokens, the snapshot {length}")
+        lengths = {name: int(snapshot[f"{name}.length"]) for name in self.layers}
+        first, length = next(iter(lengths.items()))
+        for name, found in lengths.items():
+            if found != length:
+                raise StateError(f"state: {name} was saved after {found} tokens, {first} after {length}")
         for name, layer in self.layers.items():
-            layer.load({key: snapshot[f"{name}.{key}"] for key in layer.arrays()})
+            layer.load({key: snapshot[f"{name}.{key}"] for key in layer.arrays()}, length)
         self.length, self._entry = length, None
