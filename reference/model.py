@@ -404,7 +404,7 @@ class TextModel:
         return self.state.copy()
 
     def restore(self, snapshot: State) -> None:
-        """Goes back to a snapshot, bit for bit. Raises `StateLengthError` if its layers saw different numbers of tokens."""
+        """Goes back to a snapshot, bit for bit. Raises `StateLengthError` if its layers differ in length."""
         _ = snapshot.length
         self.state = snapshot.copy()
 

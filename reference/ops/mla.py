@@ -54,7 +54,9 @@ def expanded(ar: Arithmetic, q: np.ndarray, c: np.ndarray, selected: np.ndarray,
     *_, H, N = q.shape
     used = np.unique(selected[selected >= 0])
     kv = ar.linear(c[..., used, :], w.linear("kv_b_proj.weight"), "mla.kv_b")
-    kv = _gather(kv, np.where(selected < 0, -1, np.searchsorted(used, selected))).reshape(*selected.shape, H, kv.shape[-1] // H)
+    kv = _gather(kv, np.where(selected < 0, -1, np.searchsorted(used, selected))).reshape(
+        *selected.shape, H, kv.shape[-1] // H
+    )
     keys, values = np.moveaxis(kv[..., :N], -3, -1), np.moveaxis(kv[..., N:], -3, -2)
     logits = ar.dot(q[..., None, :], keys, "mla.qk", out="fp32")[..., 0, :]
     share = weigh(ar, logits, selected, N)

@@ -48,10 +48,10 @@ def _definition(x: kda.Inputs, M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _bounds(x: kda.Inputs, M: np.ndarray, roundings: int) -> tuple[float, float]:
     """(any element of the core, of the state): `roundings` per step, relative to the norms met on the way."""
-    met = np.linalg.norm(M)
+    met = float(np.linalg.norm(M))
     for t in range(len(x.q)):
         _, M = _definition(kda.Inputs(*(part[t : t + 1] for part in x)), M)
-        met += 2 * np.linalg.norm(M) + np.linalg.norm(x.v[t])
+        met += float(2 * np.linalg.norm(M) + np.linalg.norm(x.v[t]))
     error = gamma(roundings) * met
     return error * float(np.linalg.norm(x.q, axis=-1).max()), error
 
@@ -256,7 +256,10 @@ def test_leading_axes_are_independent(name, width):
     parts = [_sequence(seed, 6) for seed in (20, 21)]
     x = kda.Inputs(*(np.stack(pair) for pair in zip(*(p[0] for p in parts), strict=True)))
     M = np.stack([p[1] for p in parts])
-    run = (lambda *a: kda.chunked(ar, *a, width)) if width else (lambda *a: kda.recurrent(ar, *a))
+
+    def run(x: kda.Inputs, M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return kda.chunked(ar, x, M, width) if width else kda.recurrent(ar, x, M)
+
     whole = run(x, M)
     for i, part in enumerate(parts):
         for together, alone in zip(whole, run(*part), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypedDict
 
 import numpy as np
 import pytest
@@ -12,6 +13,12 @@ from reference.arithmetic import Arithmetic, Sliced, get_arithmetic
 from reference.ops import mhc
 
 EXACT = Arithmetic()
+
+
+class Settings(TypedDict):
+    rms_norm_eps: float
+    hc_eps: float
+    hc_sinkhorn_iters: int
 
 
 def _site(seed: int, C: int, D: int, T: int = 3):
@@ -47,7 +54,7 @@ def _by_hand(S, fn, base, scale, rms_eps, hc_eps, iters):
 @pytest.mark.parametrize(("rms_eps", "hc_eps"), [(1e-5, 1e-6), (1e-2, 2e-2)])
 def test_site_weights_are_the_equations(C, D, iters, rms_eps, hc_eps):
     streams, fn, base, scale = _site(C, C, D)
-    eps = {"rms_norm_eps": rms_eps, "hc_eps": hc_eps, "hc_sinkhorn_iters": iters}
+    eps: Settings = {"rms_norm_eps": rms_eps, "hc_eps": hc_eps, "hc_sinkhorn_iters": iters}
     found = mhc.site_weights(EXACT, streams, Sliced.of_weight(fn), base, scale, **eps)
     # Logits of size |m| <= |fn row| |f| = sqrt(C D) |fn row| carry the error of one dot product and a few roundings;
     # sigmoid and softmax do not enlarge an absolute error, each Sinkhorn division adds C + 2 relative roundings twice.
@@ -89,7 +96,7 @@ def test_only_the_listed_points_may_round_to_bf16():
     """Statistics, logits and Sinkhorn are fp32 in every correct engine."""
     ar = Recorder()
     streams, fn, base, scale = _site(3, 4, 8)
-    eps = {"rms_norm_eps": 1e-5, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20}
+    eps: Settings = {"rms_norm_eps": 1e-5, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20}
     hc = mhc.site_weights(ar, streams, Sliced.of_weight(fn), base, scale, **eps)
     assert ar.points("store") == ar.points("maybe") == set()
     mhc.combine(ar, streams, mhc.collapse(ar, streams, hc.pre), hc)
@@ -101,7 +108,7 @@ def test_only_the_listed_points_may_round_to_bf16():
 def test_leading_axes_are_independent(name):
     streams, fn, base, scale = _site(4, 3, 8, T=4)
     ar, w = get_arithmetic(name), Sliced.of_weight(fn)
-    eps = {"rms_norm_eps": 1e-5, "hc_eps": 1e-6, "hc_sinkhorn_iters": 5}
+    eps: Settings = {"rms_norm_eps": 1e-5, "hc_eps": 1e-6, "hc_sinkhorn_iters": 5}
     whole = mhc.site_weights(ar, streams.reshape(2, 2, 3, 8), w, base, scale, **eps)
     flat = mhc.site_weights(ar, streams, w, base, scale, **eps)
     for a, b in zip(whole, flat, strict=True):

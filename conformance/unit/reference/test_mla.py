@@ -171,7 +171,8 @@ def test_projections_norm_their_low_rank_halves():
 @pytest.mark.parametrize("form", FORMS)
 def test_rounding_points(form):
     ar = Recorder()
-    _attend(form, *_case(14, 3, 9, 4), ar)
+    q, c, kv_b, selected = _case(14, 3, 9, 4)
+    _attend(form, q, c, kv_b, selected, ar)
     stored = {"mla.core"} | ({"mla.kv_b"} if form == "expanded" else set())
     further = {"mla.softmax"} | ({"mla.q_absorbed", "mla.mixed"} if form == "absorbed" else set())
     assert ar.points("store") == stored

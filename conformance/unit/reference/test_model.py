@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
+from conformance.checkpoints import geometry, make
 from conformance.taps import expected as expected_taps
 from conformance.unit.fast.runs import Taps, feed
 from conformance.unit.reference.bounds import check
 from reference.arithmetic import round_bf16, round_f32
+from reference.checkpoint import open_checkpoint
 from reference.config import KDA
 from reference.errors import InputError
 from reference.model import Options, PaddingError, SelectionError, TextModel, TokenIdError
@@ -223,13 +223,9 @@ def test_a_shared_layer_takes_the_set_of_the_last_full_layer(model):
         one.layers[5].mixer(taps["layers.5.attn.in"])
 
 
-def test_two_shared_layers_in_a_row_and_across_a_kda_layer(checkpoint, tmp_path):
+def test_two_shared_layers_in_a_row_and_across_a_kda_layer(tmp_path):
     """Layers 1 full, 4 and 5 shared: both take layer 1's sets, over the KDA layers 2 and 3."""
-    from conformance.checkpoints import make
-    from reference.checkpoint import open_checkpoint
-
-    raw = json.loads((checkpoint("odd") / "config.json").read_text())
-    types = raw["text_config"]["indexer_types"]
+    types = geometry("odd").config["text_config"]["indexer_types"]
     types = [
         ("shared" if index in (4, 5) else "full") if kind is not None else None for index, kind in enumerate(types)
     ]
