@@ -60,14 +60,14 @@ def log(x: np.ndarray) -> np.ndarray:
     offset = bits - 0x3FE6A09E667F3BCD
     k = offset >> 52
     f = (bits - (k << 52)).view(np.float64) - 1.0
-    k = k.astype(np.float64) - np.where(small, 54.0, 0.0)
+    power = k.astype(np.float64) - np.where(small, 54.0, 0.0)
     s = f / (2.0 + f)
     z = s * s
     tail = np.full_like(z, _LOG_TAIL[0])
     for c in _LOG_TAIL[1:]:
         tail = tail * z + c
     half_square = 0.5 * f * f
-    y = k * _LN2_HI - ((half_square - (s * (half_square + z * tail) + k * _LN2_LO)) - f)
+    y = power * _LN2_HI - ((half_square - (s * (half_square + z * tail) + power * _LN2_LO)) - f)
     y = np.where(x == np.inf, np.inf, np.where(x == 0, -np.inf, y))
     return np.where((x < 0) | np.isnan(x), np.nan, y)
 
