@@ -9,6 +9,7 @@ The last two see shifts far below the element bound.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -21,7 +22,6 @@ from conformance.judge.spread import (
     Singles,
     Spread,
     centred,
-    element_quantile,
     measure,
     scale_quantile,
     sum_quantile,
@@ -42,7 +42,7 @@ class Step:
     `length` is the longest contraction in the step: an fp32 accumulator that truncates may shift a sum by
     `length` * 2^-24 of its value. `widen` multiplies the samples' deviations, for steps in fp32 only, where the samples
     hold one rounding per dot product and an engine has one per addition (sqrt(length)). `fine` marks a tap that must
-    carry fp32 precision.
+    carry fp32 precision. `slope` and `kinked`: see `spread.measure`; `slope` is a function of the expected values.
     """
 
     order: int
@@ -54,6 +54,38 @@ class Step:
     length: int = 1
     widen: float = 1.0
     fine: bool = False
+    slope: Callable[[Floats], Floats] | None = None
+    kinked: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tap becomes [rows, columns]: `shape` is the tap's, `swap` puts axis 1 before axis 0 (a state's heads)."""
+
+    shape: tuple[int, ...]
+    flat: tuple[int, int]
+    heads: int
+    swap: bool
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], time: bool) -> Layout:
+        """Axis 1 of a tap with three axes is its heads; a state, without time, has them on axis 0."""
+        swap = len(shape) == 3 and not time
+        rows = shape[1] if swap else shape[0]
+        heads = shape[0 if swap else 1] if len(shape) == 3 else 1
+        return cls(shape, (rows, math.prod(shape) // max(rows, 1)), heads, swap)
+
+    def spread(self, array: npt.NDArray) -> npt.NDArray:
+        """[.., *shape] -> [.., rows, columns]."""
+        lead = array.ndim - len(self.shape)
+        array = np.swapaxes(array, lead, lead + 1) if self.swap else array
+        return array.reshape(*array.shape[:lead], *self.flat)
+
+    def index(self, flat: int) -> tuple[int, ...]:
+        """Position in the tap of a flat position in the layout."""
+        shape = (self.shape[1], self.shape[0], *self.shape[2:]) if self.swap else self.shape
+        at = tuple(int(i) for i in np.unravel_index(flat, shape))
+        return (at[1], at[0], *at[2:]) if self.swap else at
 
 
 @dataclass(frozen=True)
@@ -123,40 +155,36 @@ def judge(
     """
     if engine.shape != centre.shape or samples.shape[1:] != centre.shape:
         raise ValueError(f"{step.tap}: engine {engine.shape}, centre {centre.shape}, samples {samples.shape}")
-    fold = centre.shape[0] * centre.shape[1] if centre.ndim == 3 and not step.time else centre.shape[0]
-    shape = (fold, centre.size // max(fold, 1))
-    heads = centre.shape[1] if centre.ndim == 3 and step.time else 1
-    kind = stored_as(engine)
-    actual = engine.astype(np.float64).reshape(shape)
-    expected = centre.reshape(shape)
-    used = np.ones(shape, bool) if valid is None else np.broadcast_to(valid, centre.shape).reshape(shape)
+    layout = Layout.of(centre.shape, step.time)
+    shape, heads, kind = layout.flat, layout.heads, stored_as(engine)
+    actual, expected = layout.spread(engine.astype(np.float64)), layout.spread(centre)
+    used = np.ones(shape, bool) if valid is None else layout.spread(np.broadcast_to(valid, centre.shape))
     broken = used & ~(np.isfinite(actual) & np.isfinite(expected))
     fit = used & ~broken
-    drawn = samples.reshape(-1, *shape)
+    drawn = layout.spread(samples)
     with np.errstate(invalid="ignore"):
         drawn = drawn if step.widen == 1.0 else expected + (drawn - expected) * step.widen
         deviations = np.where(fit, store(drawn, kind) - expected, 0.0)
         error = np.where(fit, actual - expected, 0.0)
     expected_fit = np.where(fit, expected, 0.0)
-    spread = measure(expected_fit, deviations)
+    slope = None if step.slope is None else step.slope(expected_fit)
+    spread = measure(expected_fit, deviations, slope=slope, kinked=step.kinked)
     drift = step.length * 2.0**-24
     checks = _Tests(step, spread, error, fit, heads, drift, budget).run()
 
     allowed = (
-        element_quantile(spread.noise, budget.probability / max(shape[0] * shape[1], 1)) * spread.sigma
+        spread.reach(budget.probability / max(shape[0] * shape[1], 1)) * spread.sigma
         + half_ulp(expected_fit, kind)
         + drift * np.abs(expected_fit)
     )
     ratio = np.where(broken, np.inf, np.divide(np.abs(error), allowed, out=np.zeros(shape), where=error != 0))
     failing = int(np.count_nonzero(ratio > 1))
-    checks.insert(0, _element_check(ratio, allowed, error, step, centre.shape))
+    checks.insert(0, _element_check(ratio, allowed, error, layout))
     if broken.any():
         checks.insert(0, Check("finite", float(broken.sum()), 0.0, math.inf, False, "NaN or infinity"))
     if step.fine:
         checks.append(_grid_check(actual, expected, fit, budget))
-    return _row(
-        step, checks, ratio, allowed, actual, expected, error, fit, spread, failing, centre.shape, choices, flips
-    )
+    return _row(step, checks, ratio, allowed, actual, expected, error, fit, spread, failing, layout, choices, flips)
 
 
 @dataclass(frozen=True)
@@ -209,6 +237,10 @@ class _Tests:
         columns = x.sum(axis=-2)
         if axis == "column":
             return columns
+        return self._heads(columns)
+
+    def _heads(self, columns: npt.NDArray) -> npt.NDArray:
+        """[..,J] -> sums of each head's columns [..,H]; of all columns where there are no heads."""
         return columns.reshape(*columns.shape[:-1], self.heads, -1).sum(axis=-1)
 
     def _size(
@@ -217,7 +249,7 @@ class _Tests:
         """Root mean square of z per group; the drift adds in quadrature."""
         actual, drawn = np.sqrt(_quotient(square, count)), np.sqrt(_quotient(null, count))
         used = count > 0
-        quantile = tail_quantile(drawn[..., used], self._share(used)) if used.any() else 0.0
+        quantile = tail_quantile(drawn[..., used], self._share(used), self._freedom(axis)) if used.any() else 0.0
         middle = float(drawn[..., used].mean()) if used.any() else 0.0
         allowed = np.sqrt((middle + (quantile - middle) * clumping) ** 2 + _quotient(drift**2, count))
         return _worst(axis, axis, actual, allowed)
@@ -226,14 +258,15 @@ class _Tests:
         self, name: str, axis: str, z: npt.NDArray, null: npt.NDArray, drift: npt.NDArray, clumping: float
     ) -> Check:
         used = np.any(null != 0, axis=0) | (z != 0)
-        quantile = scale_quantile(null[..., used], self._share(used)) if used.any() else 0.0
+        quantile = scale_quantile(null[..., used], self._share(used), self._freedom(axis)) if used.any() else 0.0
         return _worst(f"{name}.{axis}", axis, np.abs(z), quantile * clumping + drift)
 
     def _crowd(self, name: str, z: npt.NDArray, null: npt.NDArray, drift: npt.NDArray) -> Check:
         """Mean square over columns of a per-column shift: many small shifts that no single column shows."""
         squares = np.square(null, dtype=np.float64)
         middle = float(squares.mean())
-        beyond = sum_quantile([centred(squares) / squares.shape[-1]], self.budget.probability)
+        shares = centred(squares) / squares.shape[-1]
+        beyond = sum_quantile([shares, self._heads(shares)], self.budget.probability)
         allowed = math.sqrt(middle + beyond) * self.clumping + math.sqrt(float(np.mean(drift**2)))
         return _worst(name, "", np.sqrt(np.mean(z**2, keepdims=True)), np.asarray([allowed]))
 
@@ -253,6 +286,13 @@ class _Tests:
         quantile = sum_quantile([along / norm for _, along in parts.values()], self.budget.probability)
         allowed = quantile * self.clumping + self.drift * norm
         return _worst("bias", "", np.asarray([abs(float(np.sum(z * template))) / norm]), np.asarray([allowed]))
+
+    def _freedom(self, axis: str) -> int:
+        """How many independent draws the groups of an axis are worth: all of a head may move together."""
+        copies, rows, columns = self.spread.noise.shape
+        if self.heads > 1 and (axis != "row" or not self.step.time):
+            return copies * self.heads
+        return copies * (rows if axis == "row" else columns)
 
     def _share(self, used: npt.NDArray[np.bool_]) -> float:
         return self.budget.probability / max(int(used.sum()), 1)
@@ -274,13 +314,13 @@ def _worst(name: str, axis: str, statistic: npt.NDArray, allowed: npt.NDArray) -
     return Check(name, float(statistic[at]), float(allowed[at]), value, value <= 1, f"{axis} {at}" if axis else "")
 
 
-def _element_check(ratio: Floats, allowed: Floats, error: Floats, step: Step, shape: tuple[int, ...]) -> Check:
+def _element_check(ratio: Floats, allowed: Floats, error: Floats, layout: Layout) -> Check:
     if ratio.size == 0:
         return Check("element", 0.0, 0.0, math.inf, False, "nothing compared")
     at = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
-    index = np.unravel_index(int(np.argmax(ratio)), shape)
+    index = layout.index(int(np.argmax(ratio)))
     value = float(ratio[at])
-    return Check("element", abs(float(error[at])), float(allowed[at]), value, value <= 1, f"{[int(i) for i in index]}")
+    return Check("element", abs(float(error[at])), float(allowed[at]), value, value <= 1, f"{list(index)}")
 
 
 def _grid_check(actual: Floats, expected: Floats, fit: npt.NDArray[np.bool_], budget: Budget) -> Check:
@@ -314,7 +354,7 @@ def _hex(value: float) -> str:
 
 
 def _values(
-    step: Step, ratio: Floats, allowed: Floats, actual: Floats, expected: Floats, shape: tuple[int, ...], failing: int
+    step: Step, ratio: Floats, allowed: Floats, actual: Floats, expected: Floats, layout: Layout, failing: int
 ) -> tuple[Value, ...]:
     """The worst failing elements, or the single worst one of a step without any."""
     count = min(max(failing, 1), _SHOWN, ratio.size)
@@ -322,7 +362,7 @@ def _values(
     out = []
     for flat in order:
         at = np.unravel_index(int(flat), ratio.shape)
-        index = tuple(int(i) for i in np.unravel_index(int(flat), shape))
+        index = layout.index(int(flat))
         want, got, limit = float(expected[at]), float(actual[at]), float(allowed[at])
         token = index[0] if step.time else None
         out.append(make_value(index, token, want, got, abs(got - want), limit, float(ratio[at])))
@@ -340,7 +380,7 @@ def _row(
     fit: npt.NDArray[np.bool_],
     spread: Spread,
     failing: int,
-    shape: tuple[int, ...],
+    layout: Layout,
     choices: int,
     flips: tuple[Flip, ...],
 ) -> TapRow:
@@ -378,7 +418,7 @@ def _row(
         worst_column_ratio=column.ratio,
         checks=tuple(checks),
         by_token=tuple(float(x) for x in ratio.max(axis=1)) if step.time else (),
-        values=_values(step, ratio, allowed, actual, expected, shape, failing),
+        values=_values(step, ratio, allowed, actual, expected, layout, failing),
         choices=choices,
         flips=flips,
         message=message,

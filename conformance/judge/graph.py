@@ -49,6 +49,8 @@ class Traits:
     fine: bool = False
     time: bool = True
     copy: bool = False
+    slope: Callable[[np.ndarray], np.ndarray] | None = None
+    kinked: bool = False
 
 
 def nodes(config: TextConfig) -> Iterator[Node]:
@@ -85,21 +87,29 @@ def traits(config: TextConfig, tap: str) -> Traits:
     table = {
         "embed": Traits(copy=True),
         "in": Traits(copy=True),
-        "attn.g": Traits(c.hidden_size, fine=True),
-        "attn.state": Traits(c.linear_head_dim, fine=True, time=False),
+        "attn.g": Traits(c.hidden_size, fine=True, slope=_sigmoid(c.gate_lower_bound)),
+        "attn.beta": Traits(c.hidden_size, slope=_sigmoid(1.0)),
+        "attn.state": Traits(c.linear_head_dim, fine=True, time=False, kinked=True),
         "attn.conv_state": Traits(c.hidden_size, time=False),
         "indexer.pool_keys": Traits(c.index_kpool, time=False),
-        "indexer.scores": Traits(c.index_n_heads * c.index_head_dim, fine=True),
+        "indexer.scores": Traits(c.index_n_heads * c.index_head_dim, fine=True, kinked=True),
         "router.logits": Traits(c.hidden_size, widen=math.sqrt(c.hidden_size), fine=True),
         "logits": Traits(c.hidden_size, widen=math.sqrt(c.hidden_size)),
     }
     if leaf in table:
         return table[leaf]
     if "_hc." in leaf:
-        return Traits(site, widen=math.sqrt(site), fine=leaf.endswith(".pre"))
+        slopes = {"pre": _sigmoid(1.0), "post": _sigmoid(2.0), "comb": None}
+        part = leaf.split(".")[1]
+        return Traits(site, widen=math.sqrt(site), fine=part == "pre", slope=slopes[part])
     if leaf in ("router.weights", "final.hidden", "mid", "out"):
         return Traits(ELEMENTARY)
     return Traits(wide)
+
+
+def _sigmoid(height: float) -> Callable[[np.ndarray], np.ndarray]:
+    """Slope of height * sigmoid(x), from its value."""
+    return lambda y: np.abs(y * (1.0 - y / height))
 
 
 def _entry(i: int, source: str) -> Node:

@@ -24,7 +24,7 @@ from conformance.judge.bounds import Budget, Step, judge
 from conformance.judge.graph import Node
 from conformance.judge.result import Statistics, TapRow
 from conformance.judge.rows import choice_row, copy_row, refused_row
-from conformance.judge.spread import element_quantile, measure
+from conformance.judge.spread import measure
 from conformance.trace import Trace
 from reference.arithmetic import get_arithmetic
 from reference.checkpoint import Checkpoint
@@ -144,7 +144,19 @@ class _Run:
         inputs = self._roots(node)
         short = [self._short(tap, node.layer) for tap in inputs]
         label = f"{', '.join(short)} -> {self._short(name, node.layer)}"
-        return Step(self.owner.order[name], name, node.layer, label, inputs, t.time, t.length, t.widen, t.fine)
+        return Step(
+            self.owner.order[name],
+            name,
+            node.layer,
+            label,
+            inputs,
+            t.time,
+            t.length,
+            t.widen,
+            t.fine,
+            t.slope,
+            t.kinked,
+        )
 
     @staticmethod
     def _short(tap: str, layer: int | None) -> str:
@@ -272,8 +284,8 @@ class _Run:
         if base.size == 0:
             return centre, np.zeros_like(centre)
         with np.errstate(invalid="ignore"):
-            spread = measure(base, np.where(fit, drawn - base, 0.0))
-        limit = element_quantile(spread.noise, self.budget.probability / base.size) * spread.sigma
+            spread = measure(base, np.where(fit, drawn - base, 0.0), kinked=name.endswith(".selected"))
+        limit = spread.reach(self.budget.probability / base.size) * spread.sigma
         return centre, limit + graph.ELEMENTARY * 2.0**-24 * np.abs(base)
 
     def _doubt(self, node: Node, name: str) -> npt.NDArray[np.bool_]:

@@ -8,6 +8,7 @@ sample judged with a variance made without it, extended beyond the observed rang
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ Floats = npt.NDArray[np.float64]
 Singles = npt.NDArray[np.float32]
 
 _SWEEPS = 4
-_WEIGHTS = (4.0, 32.0, 4096.0)
+_PRIOR = 64.0
+_CHANCE = 2.0
+_WEIGHTS = (4, 32, 4096)
 _ROWS_TRIED = 32
 _ELEMENT_TAIL = 2e-3
-_GROUP_TAIL = 0.1
 _TAIL_POINTS = 20
 _TINY = float(np.finfo(np.float32).tiny)
 
@@ -32,17 +34,27 @@ class Spread:
     """Standardised view of one step.
 
     `sigma` [T,J] is the standard deviation a correct engine's error may have; `noise` [B,T,J] the samples' deviations,
-    each divided by a sigma that leaves that sample out; `template` [T,J] is centre / sigma.
+    each divided by a sigma that leaves that sample out; `template` [T,J] is centre / sigma. `freedom` is how many
+    values stand behind each sigma.
     """
 
     centre: Floats
     sigma: Floats
     noise: Singles
     template: Singles
+    freedom: int
+
+    def reach(self, probability: float) -> float:
+        """How many sigma a single element may lie off, with `probability` for each to lie further."""
+        return _element_quantile(self.noise, probability, self.freedom)
 
 
-def measure(centre: Floats, deviations: Floats, floor: Floats | float = 0.0) -> Spread:
-    """centre [T,J], deviations [B,T,J] = samples - centre, `floor` a standard deviation added everywhere.
+def measure(centre: Floats, deviations: Floats, *, slope: Floats | None = None, kinked: bool = False) -> Spread:
+    """centre [T,J], deviations [B,T,J] = samples - centre.
+
+    `slope` [T,J] is how strongly each element reacts to what was rounded before it; the model explains the deviations
+    divided by it. `kinked` marks a step whose elements may show no deviation in any sample for want of luck (behind a
+    ReLU, or all resting on one rounding): there the model is taken as it is, exponents apart.
 
     Deviations are about the centre, not about their mean, so a shift that stochastic rounding itself causes through a
     non-linear step counts as spread. Of a few weights between model and element, the one is taken whose residuals
@@ -53,80 +65,93 @@ def measure(centre: Floats, deviations: Floats, floor: Floats | float = 0.0) -> 
         raise ValueError(f"{count} samples, need at least 3")
     squares = np.square(deviations)
     total = squares.sum(axis=0)
-    model = product_model(total / count, centre)
-    grid = np.square(np.maximum(np.abs(centre) * 2.0**-25, _TINY)) + np.square(floor)
+    react = np.ones_like(centre) if slope is None else np.square(np.maximum(slope, np.abs(centre) * 2.0**-24 + _TINY))
+    model = product_model(total / count / react, np.ones_like(centre) if kinked else centre, count) * react
+    grid = np.square(np.maximum(np.abs(centre) * 2.0**-25, _TINY))
 
-    def residuals(weight: float, rows: slice) -> Singles:
+    def residuals(weight: int, rows: slice) -> Singles:
         rest = (weight * model[rows] + (total[rows] - squares[:, rows])) / (weight + count - 1) + grid[rows]
         return (deviations[:, rows] / np.sqrt(rest)).astype(np.float32)
 
     sampled = slice(None, None, max(1, len(centre) // _ROWS_TRIED))
-    weight = min(_WEIGHTS, key=lambda w: element_quantile(residuals(w, sampled), 1e-9))
+
+    def cost(weight: int) -> float:
+        return _element_quantile(residuals(weight, sampled), 1e-12, weight + count - 1)
+
+    weight = _WEIGHTS[-1] if kinked else min(_WEIGHTS, key=cost)
     sigma = np.sqrt((weight * model + total) / (weight + count) + grid)
-    return Spread(centre, sigma, residuals(weight, slice(None)), (centre / sigma).astype(np.float32))
+    noise = residuals(weight, slice(None))
+    return Spread(centre, sigma, noise, (centre / sigma).astype(np.float32), weight + count - 1)
 
 
-def product_model(squares: Floats, centre: Floats) -> Floats:
-    """Mean squares [T,J] explained by row factor x column factor x factor of the centre's binary exponent.
+def product_model(squares: Floats, centre: Floats, count: int) -> Floats:
+    """Mean squares [T,J] over `count` samples, explained by row x column x binary exponent of the centre.
 
-    Iterative proportional fitting on sums, so zero rows, columns and exponents stay exactly zero. It counts as this
-    many samples in `measure`: 4 (hardly trusted), 32 or 4096 (taken as it is).
+    Iterative proportional fitting on sums. A factor that rests on few values is drawn towards 1 as if `_PRIOR` values
+    had said so, lest a short row or column be believed.
     """
     exponent = np.frexp(centre)[1]
-    bins = np.where(centre == 0, -40, np.clip(exponent, -39, 40)) + 40
-    model = np.ones_like(squares)
+    bins = (np.where(centre == 0, -40, np.clip(exponent, -39, 40)) + 40).ravel()
+    members = np.bincount(bins, minlength=81)
+    model = np.full(squares.shape, squares.mean() if squares.size else 0.0)
     for _ in range(_SWEEPS):
-        model *= _ratio(squares.sum(axis=1), model.sum(axis=1))[:, None]
-        model *= _ratio(squares.sum(axis=0), model.sum(axis=0))[None, :]
-        flat = bins.ravel()
-        seen = np.bincount(flat, weights=squares.ravel(), minlength=81)
-        model *= _ratio(seen, np.bincount(flat, weights=model.ravel(), minlength=81))[bins]
+        model *= _factor(squares.sum(axis=1), model.sum(axis=1), count * squares.shape[1])[:, None]
+        model *= _factor(squares.sum(axis=0), model.sum(axis=0), count * squares.shape[0])[None, :]
+        seen = np.bincount(bins, weights=squares.ravel(), minlength=81)
+        held = np.bincount(bins, weights=model.ravel(), minlength=81)
+        model *= _factor(seen, held, count * members)[bins].reshape(model.shape)
     return model
 
 
-def tail_quantile(null: npt.NDArray[np.floating], probability: float, fraction: float = _GROUP_TAIL) -> float:
+def tail_quantile(null: npt.NDArray[np.floating], probability: float, freedom: int, fraction: float = 0.1) -> float:
     """Value that a draw like `null` exceeds with `probability`.
 
-    With enough points: mean excess over the upper `fraction` as an exponential tail (lighter true tails, such as the
-    normal one, make it cautious). With fewer: mean plus Student's quantile times the standard deviation.
+    The larger of two: mean excess over the upper `fraction` as an exponential tail, where there are points enough (true
+    tails are lighter when values are plenty), and mean plus standard deviation times Student's quantile, for draws that
+    are no more independent than `freedom` values.
     """
     flat = np.asarray(null, dtype=np.float64).ravel()
+    student = student_quantile(probability, max(freedom - 1, 1)) * float(flat.std()) + float(flat.mean())
     keep = max(int(flat.size * fraction), _TAIL_POINTS)
     if keep * 4 > flat.size:
-        deviation = float(flat.std(ddof=1)) * math.sqrt(1.0 + 1.0 / flat.size)
-        return float(flat.mean()) + student_quantile(probability, flat.size - 1) * deviation
+        return student
     upper = np.partition(flat, flat.size - keep - 1)[flat.size - keep - 1 :]
     threshold = float(upper[0])
     excess = float(upper[1:].mean()) - threshold
-    return threshold + excess * max(math.log(keep / flat.size / probability), 0.0)
+    return max(student, threshold + excess * max(math.log(keep / flat.size / probability), 0.0))
 
 
-def element_quantile(noise: Singles, probability: float) -> float:
-    """`tail_quantile` of |noise| with the tail taken far out, where single elements are judged."""
-    return tail_quantile(np.abs(noise), probability, _ELEMENT_TAIL)
-
-
-def scale_quantile(null: npt.NDArray[np.floating], probability: float) -> float:
-    """Two-sided quantile of zero-mean draws: exponential tail, or Student's about zero when there are few."""
+def scale_quantile(null: npt.NDArray[np.floating], probability: float, freedom: int) -> float:
+    """As `tail_quantile`, two-sided, for draws whose mean is known to be zero."""
     flat = np.abs(np.asarray(null, dtype=np.float64)).ravel()
-    if flat.size >= 8 * _TAIL_POINTS:
-        return tail_quantile(flat, probability)
-    return student_quantile(probability / 2.0, flat.size) * math.sqrt(float(np.mean(flat**2)))
+    student = student_quantile(probability / 2.0, freedom) * math.sqrt(float(np.mean(flat**2)))
+    return max(student, tail_quantile(flat, probability, flat.size)) if flat.size >= 8 * _TAIL_POINTS else student
+
+
+def _element_quantile(noise: Singles, probability: float, freedom: int) -> float:
+    """The tail is taken far out, where single elements are judged."""
+    far = tail_quantile(np.abs(noise), probability, noise.size, _ELEMENT_TAIL)
+    return max(far, student_quantile(probability / 2.0, freedom))
 
 
 def sum_quantile(partitions: Sequence[npt.NDArray[np.floating]], probability: float) -> float:
     """Two-sided quantile of a zero-mean sum, from its parts [B,G] under several partitions of the same terms.
 
     The parts of a partition are taken as independent, which gives the variance many degrees of freedom; the partition
-    with the largest variance counts. What the samples' own totals show beyond it (parts that move together) is added.
+    with the largest variance counts. Where the samples' own totals vary more than twice that (parts that move
+    together), the excess is added with the few degrees of freedom that it was seen with.
     """
     best, freedom = 0.0, 1
     for parts in partitions:
         variance = float(np.mean(np.sum(np.square(parts, dtype=np.float64), axis=-1)))
         if variance >= best:
             best, freedom = variance, parts.size
-    direct = float(np.mean(np.square(partitions[0].sum(axis=-1, dtype=np.float64))))
-    return student_quantile(probability / 2.0, freedom) * math.sqrt(max(best, direct))
+    totals = partitions[0].sum(axis=-1, dtype=np.float64)
+    excess = max(float(np.mean(np.square(totals))) - _CHANCE * best, 0.0)
+    square = best * student_quantile(probability / 2.0, freedom) ** 2
+    if excess > 0:
+        square += excess * student_quantile(probability / 2.0, totals.size) ** 2
+    return math.sqrt(square)
 
 
 def centred(parts: npt.NDArray[np.floating]) -> Floats:
@@ -135,6 +160,7 @@ def centred(parts: npt.NDArray[np.floating]) -> Floats:
     return (wide - wide.mean(axis=0)) * math.sqrt(len(wide) / (len(wide) - 1))
 
 
+@functools.cache
 def student_quantile(probability: float, freedom: int) -> float:
     """t with P(T > t) = probability for Student's distribution, by bisection on its tail integral."""
     low, high = 0.0, 1.0
@@ -182,5 +208,6 @@ def _away(value: float) -> float:
     return value if abs(value) > 1e-300 else 1e-300
 
 
-def _ratio(top: npt.NDArray, bottom: npt.NDArray) -> Floats:
-    return np.divide(top, bottom, out=np.zeros(top.shape), where=bottom > 0)
+def _factor(seen: npt.NDArray, held: npt.NDArray, values: npt.NDArray | int) -> Floats:
+    ratio = np.divide(seen, held, out=np.ones(seen.shape), where=held > 0)
+    return (values * ratio + _PRIOR) / (values + _PRIOR)
