@@ -128,7 +128,9 @@ def _nearest(x: np.ndarray, grid: np.ndarray) -> np.ndarray:
     return (index + (tie & (index % 2 == 1))).astype(np.uint8)
 
 
-def decode(packed: np.ndarray, scale: np.ndarray, scale_2: np.ndarray | float, *, name: str = "weight") -> np.ndarray:
+def decode(
+    packed: np.ndarray, scale: np.ndarray, scale_2: np.ndarray | np.floating | float, *, name: str = "weight"
+) -> np.ndarray:
     """packed u8 [rows, cols/2], scale u8 [rows, cols/16], scale_2 of one element -> float32 [rows, cols].
 
     value = (E2M1(code) * E4M3(scale)) * scale_2: the first product is exact, the second rounds once. Code 8 is -0.0.

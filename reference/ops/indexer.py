@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reference.arithmetic import Arithmetic, softmax, total
+from reference.arithmetic import Arithmetic, rsqrt, softmax, total
 from reference.ops.norm import layer_norm
 from reference.weights import Weights
 
@@ -40,7 +40,7 @@ def project(ar: Arithmetic, x: np.ndarray, r: np.ndarray, w: Weights, h: int) ->
         "indexer.k",
     )
     gate = ar.linear(x, w.linear("index_kpool_compress_gate"), "indexer.gate")
-    weights = ar.single(ar.linear(x, w.linear("weights_proj.weight"), "indexer.weights") * h**-0.5, "indexer.weights")
+    weights = ar.single(ar.linear(x, w.linear("weights_proj.weight"), "indexer.weights") * rsqrt(h), "indexer.weights")
     return Projected(q.reshape(*q.shape[:-1], h, q.shape[-1] // h), k, gate, weights)
 
 
@@ -70,7 +70,7 @@ def scores(
     *B, T, h, p = q.shape
     P = pool_keys.shape[-2]
     assert weights.shape == (*B, T, h), (q.shape, weights.shape)
-    scaled = ar.maybe(ar.single(q * p**-0.5, "indexer.q_scaled"), "indexer.q_scaled")
+    scaled = ar.maybe(ar.single(q * rsqrt(p), "indexer.q_scaled"), "indexer.q_scaled")
     keys = np.swapaxes(pool_keys, -1, -2)
     out = np.empty((*B, T, P))
     step = max(1, TILE // max(1, int(np.prod(B)) * h * P))
@@ -79,7 +79,7 @@ def scores(
         near = ar.dot(rows.reshape(*B, rows.shape[-3] * h, p), keys, "indexer.qk", out="fp32").reshape(
             *rows.shape[:-1], P
         )
-        share = weights[..., t : t + step, :, None] * np.maximum(near, 0.0)
+        share = weights[..., t : t + step, :, None] * np.where(near < 0, 0.0, near)
         out[..., t : t + step, :] = ar.single(total(share, axis=-2), "indexer.scores")
     complete = (seen + 1 + np.arange(T)) // index_kpool
     return np.where(np.arange(P) < complete[:, None], out, -np.inf)

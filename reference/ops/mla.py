@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from reference.arithmetic import Arithmetic, softmax
+from reference.arithmetic import Arithmetic, rsqrt, softmax
 from reference.ops.norm import rms_norm
 from reference.weights import Weights
 
@@ -42,7 +42,7 @@ def attend(ar: Arithmetic, q: np.ndarray, c: np.ndarray, selected: np.ndarray, w
     *B, T, _, _ = q.shape
     assert selected.shape[:-1] == (*B, T), (q.shape, selected.shape)
     core = {"expanded": expanded, "absorbed": absorbed}[form]
-    width = max(1, int((selected >= 0).sum(axis=-1).max(initial=0)))
+    width = max(1, int(np.count_nonzero(selected >= 0, axis=-1).max(initial=0)))
     selected = selected[..., :width].astype(np.int64)
     step = max(1, TILE // (int(np.prod(B)) * width * max(w.shape("kv_b_proj.weight")[0], c.shape[-1])))
     tiles = [slice(t, t + step) for t in range(0, max(T, 1), step)]
@@ -79,7 +79,7 @@ def absorbed(ar: Arithmetic, q: np.ndarray, c: np.ndarray, selected: np.ndarray,
 
 def weigh(ar: Arithmetic, logits: np.ndarray, selected: np.ndarray, N: int) -> np.ndarray:
     """q . k [.., T, H, W] -> softmax over the selected tokens at scale N^-0.5, 0 elsewhere (and everywhere if none)."""
-    scaled = ar.single(logits * N**-0.5, "mla.scaled")
+    scaled = ar.single(logits * rsqrt(N), "mla.scaled")
     share = softmax(np.where((selected >= 0)[..., None, :], scaled, -np.inf))
     return ar.maybe(ar.single(share, "mla.softmax"), "mla.softmax")
 
