@@ -17,9 +17,9 @@ import reference
 ROOT = Path(reference.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-LAYOUT = """append arange array array_equal asarray atleast_1d broadcast_shapes broadcast_to concatenate empty empty_like
-    expand_dims frombuffer full full_like moveaxis put_along_axis ravel_multi_index repeat reshape shape size stack
-    swapaxes take_along_axis where zeros zeros_like"""
+LAYOUT = """append arange array array_equal asarray atleast_1d broadcast_shapes broadcast_to concatenate empty
+    empty_like expand_dims frombuffer full full_like moveaxis put_along_axis ravel_multi_index repeat reshape shape size
+    stack swapaxes take_along_axis where zeros zeros_like"""
 TYPES = "dtype errstate float32 float64 floating inf int32 int64 nan ndarray uint32 uint64 uint8"
 ONE_ROUNDING = "abs add copysign floor isfinite isnan multiply nextafter rint sign signbit sqrt subtract"
 COMPARISONS = "any all argwhere clip count_nonzero maximum minimum nonzero prod searchsorted sort unique"
