@@ -6,7 +6,8 @@
 Nothing that changes a result is defaulted: an absent key is `ConfigMissingKeyError`, a known enum with an unknown value
 `ConfigValueError`, two keys that disagree `ConfigContradictionError`, layer lists that do not cover every layer once
 `LayerListError`. Which mixer and which feed-forward a layer has follows from `kda_layers`, `full_attn_layers` and
-`first_k_dense_replace` alone; the other lists, where present, have to agree. Keys this model does not use are ignored.
+`first_k_dense_replace` alone; the other lists, where present, have to agree. Other keys are judged by `fast.keys`:
+what would change the mathematics is refused, what says nothing here is kept in `Config.unread` with its value.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from fast.errors import (
     ConfigValueError,
     LayerListError,
 )
+from fast.keys import Leftover, leftovers
 from fast.strictjson import Section, decode, read_small, short
 
 MAX_LAYERS = 4096
@@ -149,6 +151,7 @@ class Config:
     quantization: QuantizationConfig | None
     image_token_id: int | None
     video_token_id: int | None
+    unread: tuple[Leftover, ...]
     raw: Mapping[str, Any] = dataclasses.field(repr=False, compare=False)
     sha256: str
 
@@ -185,6 +188,7 @@ def parse(raw: Any, *, sha256: str | None = None) -> Config:
         quantization=None if quantization is None else _quantization(Section(quantization, "quantization_config")),
         image_token_id=top.integer("image_token_id", 0) if "image_token_id" in raw else None,
         video_token_id=top.integer("video_token_id", 0) if "video_token_id" in raw else None,
+        unread=leftovers(raw),
         raw=raw,
         sha256=sha256,
     )
@@ -280,9 +284,16 @@ def _check_text(s: Section, text: TextConfig) -> None:
     """Relations between keys that a wrong computation would otherwise hide."""
     s.same("num_key_value_heads", text.num_attention_heads, "num_attention_heads")
     s.same("qk_head_dim", text.qk_head_dim, "qk_nope_head_dim + qk_rope_head_dim")
+    for key in ("num_local_experts", "num_experts"):
+        s.same(key, text.n_routed_experts, "n_routed_experts")
+    s.same("num_experts_per_token", text.num_experts_per_tok, "num_experts_per_tok")
     for key, field in (
         ("linear_num_heads", "num_heads"),
+        ("linear_num_key_heads", "num_heads"),
+        ("linear_num_value_heads", "num_heads"),
         ("linear_head_dim", "head_dim"),
+        ("linear_key_head_dim", "head_dim"),
+        ("linear_value_head_dim", "head_dim"),
         ("linear_conv_kernel_dim", "short_conv_kernel_size"),
         ("linear_lower_bound", "gate_lower_bound"),
     ):
@@ -372,6 +383,7 @@ def _vision(s: Section) -> VisionConfig:
     s.only("model_type", "glm5_next_vision")
     s.only("hidden_act", "silu", optional=True)
     s.only("attention_bias", True, optional=True)
+    s.only("rope_parameters", {"rope_theta": 10000.0, "rope_type": "axial"}, None, optional=True)
     fields = [f.name for f in dataclasses.fields(VisionConfig) if f.name not in ("rms_norm_eps", "swiglu_limit")]
     vision = VisionConfig(
         **{name: s.integer(name) for name in fields},

@@ -81,7 +81,7 @@ class Section:
         return value
 
     def same(self, key: str, expected: Any, because: str) -> None:
-        if key in self.raw and self.raw[key] != expected:
+        if self.raw.get(key) is not None and self.raw[key] != expected:
             found = short(self.raw[key])
             raise ConfigContradictionError(f"{self.where(key)}: found {found}, but {because} is {expected}")
 

@@ -5,12 +5,8 @@ the defaults of public readers differ from the released values. Kinds of layers 
 `linear_attn_config.kda_layers` / `full_attn_layers` and `first_k_dense_replace`; `layer_types`, `mlp_layer_types` and
 `indexer_types` are cross-checks (and `indexer_types` alone says which layers share a selection).
 
-Keys that this module does not know:
-* with the value null, or generic to every `transformers` config: accepted;
-* known to change the mathematics of related models (RoPE, other activations, ...): accepted only at the value that
-  means "off";
-* any other one inside `text_config`, `linear_attn_config` or `vision_config`: refused, it may change the result;
-* any other one elsewhere: kept in `ModelConfig.unread`, which `glm53 inspect` prints.
+Keys that this module does not read are judged by `reference.keys`: refused where they are known to change the
+mathematics, else kept with their values in `ModelConfig.unread`, which `glm53 inspect` prints.
 
 A file re-saved by `transformers` is accepted; its flat `linear_*` keys must agree with `linear_attn_config`.
 """
@@ -23,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from reference import errors as e
-from reference.fields import Fields, Unknown, decode_json
+from reference.fields import Fields, decode_json
+from reference.keys import Unknown, UnreadKey
 
 KDA, DSA = "kda", "dsa"
 LAYER_TYPES = {
@@ -34,57 +31,6 @@ LAYER_TYPES = {
 }
 MLP_TYPES = ("dense", "sparse")
 INDEXER_TYPES = ("full", "shared")
-
-GENERIC_KEYS = frozenset(
-    (
-        "_attn_implementation",
-        "_name_or_path",
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "decoder_start_token_id",
-        "dtype",
-        "id2label",
-        "initializer_range",
-        "is_encoder_decoder",
-        "label2id",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "prefix",
-        "problem_type",
-        "return_dict",
-        "router_aux_loss_coef",
-        "sep_token_id",
-        "task_specific_params",
-        "tie_word_embeddings",
-        "tokenizer_class",
-        "torch_dtype",
-        "torchscript",
-        "transformers_version",
-        "use_cache",
-    )
-)
-# Related models give these keys a meaning that this one does not have; only the value that switches it off is accepted.
-OFF_VALUES: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "ep_size": (1,),
-    "index_skip_topk_offset": (2,),
-    "index_topk_freq": (1,),
-    "mlp_bias": (False,),
-    "moe_layer_freq": (1,),
-    "partial_rotary_factor": (0, 1),
-    "pretraining_tp": (1,),
-    "safe_gate": (True,),
-    "sliding_window": (),
-    "rope_interleave": (True, False),
-    "indexer_rope_interleave": (True, False),
-    "logit_scale": (1,),
-    "use_qk_norm": (False,),
-}
 
 
 @dataclass(frozen=True)
@@ -195,7 +141,7 @@ class ModelConfig:
     vision: VisionConfig | None
     quantization: QuantizationConfig | None
     tokens: Mapping[str, int]
-    unread: tuple[str, ...]
+    unread: tuple[UnreadKey, ...]
     raw: Mapping[str, Any]
     sha256: str = ""
 
@@ -224,7 +170,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], str]:
 
 def parse(raw: Mapping[str, Any], *, sha256: str = "", where: str = "config.json") -> ModelConfig:
     """Parse a decoded config.json. Raises a `ConfigError` that names the key and, for a list, the layer."""
-    unknown = Unknown(GENERIC_KEYS, OFF_VALUES)
+    unknown = Unknown()
     top = Fields(raw, where, "", unknown)
     top.enum("model_type", ("glm5_next",))
     top.flag("tie_word_embeddings", False)
@@ -244,8 +190,8 @@ def parse(raw: Mapping[str, Any], *, sha256: str = "", where: str = "config.json
             )
     quantization = None
     if raw.get("quantization_config") is not None:
-        quantization = _quantization(top.child("quantization_config", strict=False))
-    top.finish(strict=False)
+        quantization = _quantization(top.child("quantization_config"))
+    top.finish()
     return ModelConfig(text, vision, quantization, tokens, tuple(unknown.unread), raw, sha256)
 
 
@@ -394,8 +340,14 @@ def _restated(f: Fields, t: TextConfig) -> None:
         ("qk_head_dim", t.qk_nope_head_dim + t.qk_rope_head_dim),
         ("head_dim", t.qk_rope_head_dim),
         ("num_local_experts", t.n_routed_experts),
+        ("num_experts", t.n_routed_experts),
+        ("num_experts_per_token", t.num_experts_per_tok),
         ("linear_num_heads", t.linear_num_heads),
+        ("linear_num_key_heads", t.linear_num_heads),
+        ("linear_num_value_heads", t.linear_num_heads),
         ("linear_head_dim", t.linear_head_dim),
+        ("linear_key_head_dim", t.linear_head_dim),
+        ("linear_value_head_dim", t.linear_head_dim),
         ("linear_conv_kernel_dim", t.short_conv_kernel_size),
         ("linear_lower_bound", t.gate_lower_bound),
     ):
@@ -440,16 +392,16 @@ def _vision(f: Fields) -> VisionConfig:
 def _quantization(f: Fields) -> QuantizationConfig:
     f.enum("quant_method", ("modelopt",))
     f.enum("quant_algo", ("NVFP4",))
-    groups = f.child("config_groups", strict=False)
+    groups = f.child("config_groups")
     if tuple(groups.raw) != ("group_0",):
         raise e.ConfigUnsupportedError(f"{f.name('config_groups')}: {e.show(sorted(groups.raw))}; expected ['group_0']")
-    group = groups.child("group_0", strict=False)
+    group = groups.child("group_0")
     if group.optional("targets") not in (None, ["Linear"]):
         raise e.ConfigUnsupportedError(f"{group.name('targets')}: {e.show(group.raw['targets'])}; expected ['Linear']")
     activations = False
     for key in ("weights", "input_activations"):
         if key == "weights" or group.optional(key) is not None:
-            part = group.child(key, strict=False)
+            part = group.child(key)
             part.equals("num_bits", 4)
             part.equals("group_size", 16)
             part.equals("dynamic", False)
@@ -463,14 +415,14 @@ def _quantization(f: Fields) -> QuantizationConfig:
         raise e.ConfigUnsupportedError(f"{f.name('kv_cache_scheme')}: {e.show(kv_cache)}; expected null or static FP8")
     ignore = f.strings("ignore")
     f.optional("producer")
-    f.finish(strict=False)
+    f.finish()
     return QuantizationConfig("modelopt", "NVFP4", 16, activations, kv_cache is not None, ignore)
 
 
 def check_hf_quant_config(path: Path, config: ModelConfig) -> None:
     """hf_quant_config.json restates `quantization_config`; raises a `ConfigError` where it does not agree."""
     raw, _ = read_json(path)
-    f = Fields(raw, str(path), "", Unknown(GENERIC_KEYS, OFF_VALUES)).child("quantization", strict=False)
+    f = Fields(raw, str(path), "", Unknown()).child("quantization")
     f.enum("quant_algo", ("NVFP4",))
     if f.optional("group_size") is not None:
         f.equals("group_size", 16)

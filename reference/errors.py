@@ -60,10 +60,6 @@ class ConfigUnsupportedError(ConfigError):
     """A feature that this model family does not have is switched on."""
 
 
-class ConfigUnknownKeyError(ConfigError):
-    """A key that may change the mathematics is not known."""
-
-
 # --- one safetensors file -------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from reference import errors as e
+from reference.keys import Unknown
 
 MISSING = object()
 
@@ -41,29 +42,6 @@ def decode_json(data: bytes) -> dict[str, Any]:
     return value
 
 
-class Unknown:
-    """What to do with keys that nobody asked for, and the list of those that were let through."""
-
-    def __init__(self, generic: frozenset[str], off: Mapping[str, tuple[Any, ...]]) -> None:
-        self.generic = generic
-        self.off = off
-        self.unread: list[str] = []
-
-    def judge(self, name: str, key: str, value: Any, strict: bool) -> None:
-        if value is None or key in self.generic:
-            return
-        off = self.off.get(key)
-        if off is not None:
-            if any(type(value) in (type(one), float) and value == one for one in off):
-                return
-            raise e.ConfigUnsupportedError(f"{name}: {e.show(value)}; this model has no such feature")
-        if "rope" in key:
-            raise e.ConfigUnsupportedError(f"{name}: {e.show(value)}; there is no RoPE in this model's text stack")
-        if strict:
-            raise e.ConfigUnknownKeyError(f"{name}: unknown key with value {e.show(value)}; it may change the result")
-        self.unread.append(name)
-
-
 class Fields:
     """One JSON object. `where` is the file, `path` the dotted prefix of its keys."""
 
@@ -88,7 +66,7 @@ class Fields:
             raise e.ConfigMissingKeyError(f"{self.name(key)}: {'null' if value is None else 'missing'}; no default")
         return value
 
-    def child(self, key: str, strict: bool = True) -> "Fields":
+    def child(self, key: str) -> "Fields":
         value = self.required(key)
         if not isinstance(value, Mapping):
             raise e.ConfigTypeError(f"{self.name(key)}: {e.show(value)} is not an object")
@@ -199,7 +177,8 @@ class Fields:
                 raise e.ConfigValueError(f"{self.name(key)}: {e.show(one)} is not in 0..{vocab_size - 1}")
         return tuple(ids)
 
-    def finish(self, strict: bool = True) -> None:
+    def finish(self) -> None:
+        """Judges the keys that were not read; see `Unknown`."""
         for key, value in self.raw.items():
             if key not in self.seen:
-                self.unknown.judge(self.name(key), key, value, strict)
+                self.unknown.judge(self.where, f"{self.path}{key}", value)

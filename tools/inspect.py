@@ -20,7 +20,11 @@ LISTED = 40
 
 
 def inspect(directory: Path, *, read_values: bool = True, quiet: bool = False) -> dict[str, Any]:
-    """Everything `--json` shows. Only a directory that does not exist raises; all else is listed under `problems`."""
+    """Everything `--json` shows. Only a directory that does not exist raises; all else is listed under `problems`.
+
+    `unread_keys` are departures that fail nothing: config keys, with their values, that neither layout nor mathematics
+    here know.
+    """
     if not directory.is_dir():
         raise e.IndexFileError(f"{directory}: not a directory")
     found = scan(directory)
@@ -47,6 +51,7 @@ def inspect(directory: Path, *, read_values: bool = True, quiet: bool = False) -
         "families": _families(found),
         "roles": _roles(found),
         "problems": [{"kind": type(problem).__name__, "message": str(problem)} for problem in problems],
+        "unread_keys": [key._asdict() for key in found.config.unread] if found.config else [],
         "notes": _notes(found),
         "values_read": read_values,
     }
@@ -109,10 +114,9 @@ def _notes(found: Scan) -> list[str]:
     """Oddities that change nothing here and that other loaders trip over."""
     if found.config is None:
         return []
-    notes = [f"{name}: key not read" for name in found.config.unread]
     quantization = found.config.quantization
     if quantization is None:
-        return [*notes, "config.json has no quantization_config"]
+        return ["config.json has no quantization_config"]
     ignored = re.compile("|".join(fnmatch.translate(pattern) for pattern in quantization.ignore) or r"(?!)")
     unlisted, listed = [], []
     for name, entry in found.files.entries.items():
@@ -123,6 +127,7 @@ def _notes(found: Scan) -> list[str]:
             listed.append(module)
         if entry.dtype != "U8" and not ignored.match(module):
             unlisted.append(module)
+    notes = []
     if unlisted:
         notes.append(
             f"{len(unlisted)} linear layers are not packed, and the ignore list does not say so (first: {unlisted[0]})"
@@ -147,6 +152,9 @@ def show(result: dict[str, Any], console: Console) -> None:
     for family, total in result["families"].items():
         table.add_row(family, f"{total['tensors']:,}", f"{total['bytes']:,}")
     console.print(table)
+    for unread in result["unread_keys"]:
+        line = f"departure: config.json: {unread['key']} is {e.show(unread['value'])}; no one here reads this key"
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for note in result["notes"]:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     problems = result["problems"]
@@ -154,7 +162,10 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(f"{problem['kind']}: {problem['message']}", highlight=False, markup=False, soft_wrap=True)
     if len(problems) > LISTED:
         console.print(f"... and {len(problems) - LISTED:,} more; --json FILE holds all", highlight=False)
-    console.print(f"{len(problems):,} problems" if problems else "as the export stores it", highlight=False)
+    verdict = f"{len(problems):,} problems" if problems else "as the export stores it"
+    if result["unread_keys"]:
+        verdict += f"; {len(result['unread_keys'])} config keys that no one here reads"
+    console.print(verdict, highlight=False)
 
 
 def command(
@@ -164,6 +175,8 @@ def command(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar, no report.")] = False,
 ) -> None:
     """Classify every tensor and list every departure from the known layout; exit 1 when there is one.
+
+    Config keys that nothing here reads are listed as departures too, but do not fail the run.
 
     Example: glm53 inspect GLM-5.3-Flash-NVFP4 --headers-only --json layout.json
     """

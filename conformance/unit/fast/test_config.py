@@ -11,6 +11,7 @@ from conformance.checkpoints.configs import config_json
 from conformance.checkpoints.shared import copy_of
 from fast import config
 from fast import errors as e
+from fast.keys import READ
 from fast.strictjson import MAX_CONFIG_BYTES
 from reference import config as oracle
 from reference.errors import InputError as OracleInputError
@@ -25,7 +26,11 @@ def raw_config(export="libertai", name="full"):
 
 def changed(path, value, export="libertai"):
     """The released config with the key at a dotted path replaced; `...` removes it."""
-    raw = raw_config(export)
+    return changed_in(raw_config(export), path, value)
+
+
+def changed_in(raw, path, value):
+    raw = copy.deepcopy(raw)
     section = raw
     *sections, key = path.split(".")
     for part in sections:
@@ -320,3 +325,115 @@ def test_both_parsers_draw_the_same_line(key):
         raw["text_config"][key] = value
         ours, theirs = accepted(config.parse, e.InputError, raw), accepted(oracle.parse, OracleInputError, raw)
         assert ours == theirs, f"{key} = {value!r}: fast {ours}, reference {theirs}"
+
+
+UNKNOWN = {
+    "text_config.hc_temperature": 0.05,
+    "text_config.index_kpool_stride": 4,
+    "text_config.linear_attn_config.use_gate_bias": [1],
+    "vision_config.merger": "mlp",
+    "quantization_config.extra": False,
+    "modality": {"a": 1},
+}
+# key: (a value at which nothing changes, one that asks for other mathematics)
+SWITCHES = {
+    "rope_theta": (None, 10000.0),
+    "rope_scaling": ({}, {"type": "yarn"}),
+    "rotary_dim": (0, 64),
+    "use_alibi": (False, True),
+    "sliding_window": (None, 4096),
+    "use_sliding_window": (False, True),
+    "attention_chunk_size": (None, 8192),
+    "is_causal": (True, False),
+    "attn_logit_softcapping": (None, 50.0),
+    "final_logit_softcap": (0, 30),
+    "attention_sink": (False, True),
+    "num_sink_tokens": (0, 4),
+    "use_qk_norm": (False, True),
+    "qk_layernorm": (False, True),
+    "sandwich_norm": (False, True),
+    "use_post_norm": (False, True),
+    "layernorm_zero_centered": (False, True),
+    "attn_output_gate": (False, True),
+    "shared_expert_gate": (False, True),
+    "gate_fn": ("sigmoid", "silu"),
+    "moe_router_activation_func": ("sigmoid", "softmax"),
+    "swiglu_alpha": (1.0, 1.702),
+    "swiglu_beta": (0, 1),
+    "conv_bias": (False, True),
+    "mlp_bias": (False, True),
+    "allow_neg_eigval": (False, True),
+    "logit_scale": (1.0, 0.0625),
+    "logits_scaling": (1, 8),
+    "embedding_multiplier": (1, 12),
+    "query_pre_attn_scalar": (None, 256),
+    "mup_width": (0, 8),
+    "index_topk_freq": (1, 4),
+    "index_topk_pattern": (None, "FSSS"),
+    "moe_layer_freq": (1, 2),
+    "mlp_only_layers": ([], [4]),
+    "zero_expert_num": (0, 64),
+    "num_experts": (288, 256),
+    "num_local_experts": (288, 128),
+    "linear_num_value_heads": (64, 32),
+    "linear_key_head_dim": (128, 64),
+    "num_experts_per_token": (8, 4),
+    "pretraining_tp": (1, 2),
+    "use_parallel_residual": (False, True),
+}
+
+
+def plain(unread):
+    return sorted((item.key, item.value) for item in unread)
+
+
+def test_keys_that_nobody_knows_are_named_by_both_parsers():
+    raw = raw_config()
+    for path, value in UNKNOWN.items():
+        raw = changed_in(raw, path, value)
+    parsed = config.parse(raw)
+    assert plain(parsed.unread) == sorted(UNKNOWN.items()) == plain(oracle.parse(raw).unread)
+    assert (parsed.text, parsed.vision) == (config.parse(raw_config()).text, config.parse(raw_config()).vision)
+    for export in EXPORTS:
+        for name in GEOMETRIES:
+            assert config.parse(raw_config(export, name)).unread == ()
+
+
+RESTATED = [key for key in SWITCHES if key in READ["text_config"]]
+PLACES = [
+    (section, key) for section in (TEXT, LINEAR, "") for key in SWITCHES if section == TEXT or key not in RESTATED
+]
+
+
+@pytest.mark.parametrize(("section", "key"), PLACES)
+def test_mathematics_that_nobody_does_here_is_refused_by_both_parsers(section, key):
+    """Switched off it is nothing, not even a note; switched on it is refused by its name."""
+    off, on = SWITCHES[key]
+    for parse in (config.parse, oracle.parse):
+        assert parse(changed_in(raw_config(), section + key, off)).unread == ()
+    raw = changed_in(raw_config(), section + key, on)
+    with pytest.raises((e.ConfigValueError, e.ConfigContradictionError), match=rf"{section}{key}: "):
+        config.parse(raw)
+    with pytest.raises(OracleInputError, match=rf"{section}{key}: "):
+        oracle.parse(raw)
+
+
+ABSURD = {"absurd": "value"}
+NOT_COMPARED = {"producer"}
+
+
+@pytest.mark.parametrize("section", READ)
+def test_keys_that_count_as_read_are_read(section):
+    """A value that no key can have is refused wherever the table says that the parser looks."""
+    for key in READ[section] - NOT_COMPARED:
+        path = f"{section}.{key}" if section else key
+        with pytest.raises(e.InputError, match=key.split("_token")[0]):
+            config.parse(changed_in(raw_config("nvidia"), path, ABSURD))
+
+
+def test_the_axial_positions_of_the_tower_are_no_rope_of_the_text():
+    """A re-save by transformers 5.24 writes them out."""
+    axial = {"rope_theta": 10000.0, "rope_type": "axial"}
+    assert config.parse(changed(VISION + "rope_parameters", axial)).unread == ()
+    with pytest.raises(e.ConfigValueError, match=r"vision_config\.rope_parameters"):
+        config.parse(changed(VISION + "rope_parameters", axial | {"rope_theta": 1e6}))

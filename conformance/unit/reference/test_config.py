@@ -158,13 +158,31 @@ REFUSED = [
     ({"rope_theta": 10000.0}, e.ConfigUnsupportedError, "rope_theta: 10000.0"),
     ({"sliding_window": 4096}, e.ConfigUnsupportedError, "sliding_window: 4096"),
     ({"index_topk_freq": 4}, e.ConfigUnsupportedError, "index_topk_freq: 4"),
-    ({"swiglu_alpha": 1.7}, e.ConfigUnknownKeyError, "swiglu_alpha: unknown key with value 1.7"),
+    ({"sliding_window": 0.5}, e.ConfigUnsupportedError, "sliding_window: 0.5"),
+    ({"use_sliding_window": True}, e.ConfigUnsupportedError, "use_sliding_window: True; this model has no sliding"),
+    ({"swiglu_alpha": 1.7}, e.ConfigUnsupportedError, "swiglu_alpha: 1.7; this model has no such feature"),
+    ({"attn_logit_softcapping": 50.0}, e.ConfigUnsupportedError, "attn_logit_softcapping: 50.0; this model caps no"),
+    ({"num_sink_tokens": 4}, e.ConfigUnsupportedError, "num_sink_tokens: 4; this model has no attention sinks"),
+    ({"use_qk_norm": True}, e.ConfigUnsupportedError, "use_qk_norm: True; DSA queries"),
+    ({"mla_qk_layernorm": True}, e.ConfigUnsupportedError, "mla_qk_layernorm: True"),
+    ({"sandwich_norm": True}, e.ConfigUnsupportedError, "sandwich_norm: True"),
+    ({"attn_output_gate": True}, e.ConfigUnsupportedError, "attn_output_gate: True"),
+    ({"gate_fn": "tanh"}, e.ConfigUnsupportedError, "gate_fn: 'tanh'"),
+    ({"moe_router_activation_func": "softmax"}, e.ConfigUnsupportedError, "moe_router_activation_func: 'softmax'"),
+    ({"index_topk_pattern": "FSSS"}, e.ConfigUnsupportedError, "index_topk_pattern: 'FSSS'"),
+    ({"logits_scaling": 8.0}, e.ConfigUnsupportedError, "logits_scaling: 8.0"),
+    ({"is_causal": False}, e.ConfigUnsupportedError, "is_causal: False"),
+    ({"mlp_only_layers": [4]}, e.ConfigUnsupportedError, "mlp_only_layers: [4]"),
+    ({"mup_width_multiplier": 8}, e.ConfigUnsupportedError, "mup_width_multiplier: 8"),
+    ({"use_alibi": True}, e.ConfigUnsupportedError, "use_alibi: True; this model has no position bias"),
     # keys that repeat another
     ({"num_key_value_heads": 8}, e.ConfigContradictionError, "num_key_value_heads: 8, but other keys make it 64"),
     ({"qk_head_dim": 192}, e.ConfigContradictionError, "qk_head_dim: 192"),
     ({"head_dim": 64}, e.ConfigContradictionError, "head_dim: 64"),
     ({"linear_lower_bound": -4.0}, e.ConfigContradictionError, "linear_lower_bound: -4.0, but other keys make it -5.0"),
     ({"linear_num_heads": 32}, e.ConfigContradictionError, "linear_num_heads: 32"),
+    ({"linear_key_head_dim": 64}, e.ConfigContradictionError, "linear_key_head_dim: 64"),
+    ({"num_experts": 256}, e.ConfigContradictionError, "num_experts: 256, but other keys make it 288"),
     ({"linear_conv_kernel_dim": "4"}, e.ConfigTypeError, "linear_conv_kernel_dim: '4' is not a number"),
 ]
 
@@ -219,6 +237,8 @@ REFUSED_ELSEWHERE = [
     (tower(num_heads=24), e.ConfigValueError, "24 heads"),
     (tower(attention_bias=False), e.ConfigUnsupportedError, "vision_config.attention_bias: false"),
     (tower(rope_parameters={"rope_theta": 1e6, "rope_type": "axial"}), e.ConfigUnsupportedError, "rope_parameters"),
+    (tower(window_size=112), e.ConfigUnsupportedError, "vision_config.window_size: 112"),
+    (tower(deepstack_visual_indexes=[5]), e.ConfigUnsupportedError, "vision_config.deepstack_visual_indexes: [5]"),
     (quantized("quant_method", value="compressed-tensors"), e.ConfigEnumError, "quant_method: 'compressed-tensors'"),
     (quantized("quant_algo", value="FP8"), e.ConfigEnumError, "quant_algo: 'FP8'"),
     (quantized("quant_algo", value=...), e.ConfigMissingKeyError, "quant_algo: missing"),
@@ -263,11 +283,39 @@ def test_every_required_key_is_required():
                 config.parse(broken)
 
 
-def test_unknown_keys_outside_the_stack_are_kept_in_sight():
+def test_keys_that_nobody_knows_are_kept_in_sight():
+    """Wherever they stand, with their values; the model is read as without them."""
     odd = top(torchao_version="1", notes={"a": 1})
-    odd["quantization_config"]["extra"] = 1
-    names = [name.rsplit(": ", 1)[-1] for name in config.parse(odd).unread]
-    assert sorted(names) == ["notes", "quantization_config.extra", "torchao_version"]
+    odd["text_config"] |= {"hc_temperature": 0.05, "index_kpool_stride": 4}
+    odd["text_config"]["linear_attn_config"]["use_gate_bias"] = [1]
+    odd["vision_config"]["merger"] = "mlp"
+    odd["quantization_config"]["extra"] = False
+    parsed = config.parse(odd)
+    assert sorted(parsed.unread) == [
+        ("notes", {"a": 1}),
+        ("quantization_config.extra", False),
+        ("text_config.hc_temperature", 0.05),
+        ("text_config.index_kpool_stride", 4),
+        ("text_config.linear_attn_config.use_gate_bias", [1]),
+        ("torchao_version", "1"),
+        ("vision_config.merger", "mlp"),
+    ]
+    assert parsed.unread[0].key.startswith("text_config.")
+    assert (parsed.text, parsed.vision) == (config.parse(raw()).text, config.parse(raw()).vision)
+
+
+OFF = [
+    *(("use_sliding_window", False), ("sliding_window", 0), ("final_logit_softcapping", None), ("num_sink_tokens", 0)),
+    *(("qk_layernorm", False), ("swiglu_alpha", 1.0), ("gate_fn", "sigmoid"), ("mlp_only_layers", [])),
+    *(("moe_router_activation_func", "sigmoid"), ("rope_scaling", None), ("num_experts", 288), ("scale_emb", 1)),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), OFF)
+def test_features_that_are_switched_off(key, value):
+    changed = raw()
+    changed["text_config"][key] = value
+    assert config.parse(changed).unread == ()
 
 
 def test_load_hashes_the_bytes(tmp_path):

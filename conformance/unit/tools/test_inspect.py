@@ -26,6 +26,7 @@ def test_good_checkpoint(export, name):
     result = inspect(directory)
     tensors = edit.read_tensors(directory)
     assert result["problems"] == []
+    assert result["unread_keys"] == []
     assert result["export"] == export
     assert result["tensors"] == len(tensors) == sum(family["tensors"] for family in result["families"].values())
     assert result["bytes"] == sum(len(tensor.data) for tensor in tensors.values())
@@ -179,6 +180,27 @@ def test_command_on_a_good_directory(tmp_path, capsys):
     assert "export libertai, 775 tensors" in printed.out
     assert "as the export stores it" in printed.out
     assert json.loads((tmp_path / "result.json").read_text())["problems"] == []
+
+
+def test_config_keys_that_nobody_reads_are_listed_and_fail_nothing(tmp_path, capsys):
+    directory = copy_of(tmp_path, "nvidia", "odd")
+    raw = edit.read_json(directory / "config.json")
+    raw["text_config"]["hc_temperature"] = 0.05
+    raw["text_config"]["linear_attn_config"]["layout"] = ["k", "v"]
+    edit.write_json(directory / "config.json", raw)
+    with pytest.raises(SystemExit) as caught:
+        main(["inspect", str(directory), "--headers-only", "--json", str(tmp_path / "result.json")])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert "departure: config.json: text_config.hc_temperature is 0.05; no one here reads this key" in printed
+    assert "text_config.linear_attn_config.layout is ['k', 'v']" in printed
+    assert "as the export stores it; 2 config keys that no one here reads" in printed
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["problems"] == []
+    assert result["unread_keys"] == [
+        {"key": "text_config.linear_attn_config.layout", "value": ["k", "v"]},
+        {"key": "text_config.hc_temperature", "value": 0.05},
+    ]
 
 
 def test_quiet_prints_nothing(capsys):
