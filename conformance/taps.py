@@ -108,14 +108,14 @@ def _names(config: Any) -> Iterator[tuple[str, str]]:
         if layer in text.kda_layers:
             table |= _KDA
         else:
-            shared = text.indexer_types is not None and text.indexer_types[layer] == "shared"
-            table |= _DSA | (_SELECTED if shared else _INDEXER)
-        if layer >= text.first_k_dense_replace:
+            table |= _DSA | (_SELECTED if text.indexer(layer) == "shared" else _INDEXER)
+        if text.is_sparse(layer):
             table |= _MOE
         yield from ((f"layers.{layer}.{name}", axes) for name, axes in table.items())
     yield from (("final.hidden", "T D"), ("final.norm", "T D"), ("logits", "T V"))
-    for name, axes in _MTP.items():
-        yield f"mtp.{name}", " ".join({"T": "M", "P": "Y"}.get(axis, axis) for axis in axes.split())
+    if text.mtp_layer is not None:
+        for name, axes in _MTP.items():
+            yield f"mtp.{name}", " ".join({"T": "M", "P": "Y"}.get(axis, axis) for axis in axes.split())
     if config.vision is not None:
         yield "vision.patch_embed", "N Dv"
         yield from ((f"vision.blocks.{block}.out", "N Dv") for block in range(config.vision.depth))

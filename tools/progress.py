@@ -4,7 +4,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 
 @contextmanager
@@ -26,5 +34,19 @@ def byte_bar(label: str, total: int, quiet: bool = False) -> Iterator[Callable[[
             progress.advance(task, size)
             if name:
                 progress.update(task, name=name)
+
+        yield advance
+
+
+@contextmanager
+def step_bar(label: str, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """Yields `advance(total)`: one step of `total` is done. Nothing is shown before the first step."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(label, total=None)
+
+        def advance(total: int) -> None:
+            progress.update(task, total=total, advance=1)
 
         yield advance

@@ -36,7 +36,7 @@ class BaseEngine:
     """Shared by the engines that compute: option checking, token checking, metadata.
 
     A subclass sets `name`, `version` and `options` (name -> default), fills `config`, `export` in `_open`, and
-    implements `_run`.
+    implements `_run`. `watch`, when set, is called with the name of every tap as it is computed (for progress bars).
     """
 
     name: ClassVar[str]
@@ -48,6 +48,7 @@ class BaseEngine:
         self.settings: dict[str, Any] = {}
         self.config: Any = None
         self.export = ""
+        self.watch: Callable[[str], object] | None = None
 
     def open(self, directory: str | os.PathLike[str], **options: Any) -> None:
         """Raises EngineOptionError for an option the engine lacks, and whatever reading the checkpoint raises."""
@@ -69,7 +70,7 @@ class BaseEngine:
             raise EngineOptionError(f"schedule feeds {schedule.tokens} tokens, the input has {len(ids)}")
         recorder = Recorder(taps, convert=as_numpy)
         recorder("tokens", ids)
-        recorder("logits", self._run(ids, schedule, _without(recorder, "tokens", "logits")))
+        recorder("logits", self._run(ids, schedule, self._reporter(recorder)))
         return Trace(
             metadata(
                 engine=self.name,
@@ -92,6 +93,17 @@ class BaseEngine:
     def _run(self, ids: np.ndarray, schedule: Schedule, tap: Callable[[str, Any], None]) -> Any:
         """-> logits [T, V] of all real tokens, in order."""
         raise NotImplementedError
+
+    def _reporter(self, recorder: Recorder) -> Callable[[str, Any], None]:
+        """The tap a model gets: `tokens` and `logits` are stored by `run` itself, from what went in and came out."""
+
+        def report(name: str, value: Any) -> None:
+            if self.watch is not None:
+                self.watch(name)
+            if name not in ("tokens", "logits"):
+                recorder(name, value)
+
+        return report
 
     def _describe(self) -> dict[str, Any]:
         """Keyword arguments for `conformance.trace.metadata`: arithmetic, tp, ep, extra."""
@@ -122,30 +134,18 @@ def as_numpy(value: Any) -> np.ndarray:
     return tensor.numpy()
 
 
-def feed(model: Any, ids: np.ndarray, schedule: Schedule, tap: Callable[[str, Any], None]) -> np.ndarray:
+def feed(model: Any, ids: np.ndarray, schedule: Schedule, vocab: int, tap: Callable[[str, Any], None]) -> np.ndarray:
     """Drive a model that has the verbs `prefill(tokens, tap=, pad=)` and `decode(token, tap=)`; -> logits [T, V].
 
     The pad positions are filled with the last id of the vocabulary, whose embedding is not zero: what hides them must
-    be the engine's padding rule.
+    be the engine's padding rule. Their logits, where a model returns any, are dropped.
     """
     rows, start = [], 0
     for index, length in enumerate(schedule.prefill):
         pad = schedule.pad if index == 0 else 0
-        chunk = ids[start : start + length]
-        if pad:
-            chunk = np.concatenate([np.full(pad, model.config.text.vocab_size - 1, chunk.dtype), chunk])
-        rows.append(as_numpy(model.prefill(chunk, tap=tap, pad=pad)))
+        chunk = np.concatenate([np.full(pad, vocab - 1, ids.dtype), ids[start : start + length]])
+        rows.append(as_numpy(model.prefill(chunk, tap=tap, pad=pad))[-length:])
         start += length
     for token in ids[start:]:
         rows.append(as_numpy(model.decode(int(token), tap=tap))[None])
     return np.concatenate(rows)
-
-
-def _without(tap: Callable[[str, Any], None], *names: str) -> Callable[[str, Any], None]:
-    """`tap` that ignores `names`: the engine stores those itself."""
-
-    def filtered(name: str, value: Any) -> None:
-        if name not in names:
-            tap(name, value)
-
-    return filtered

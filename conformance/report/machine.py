@@ -1,0 +1,44 @@
+"""The report for programs: `{"format": "glm53-report/1", "passed": ..., "results": [...]}`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from conformance.judge.result import Result
+
+FORMAT = "glm53-report/1"
+
+
+def render(results: Sequence[Result]) -> str:
+    """Every result whole (`Result.to_dict`), the overall verdict and the first divergence of each failing run."""
+    return json.dumps(
+        {
+            "format": FORMAT,
+            "passed": bool(results) and all(result.passed for result in results),
+            "first_divergences": [result.first_divergence.line for result in results if result.first_divergence],
+            "results": [result.to_dict() for result in results],
+        },
+        allow_nan=False,
+    )
+
+
+def write(results: Sequence[Result], path: str | os.PathLike[str]) -> None:
+    """Write `render` under a temporary name and rename it."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(render(results), encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read(path: str | os.PathLike[str]) -> list[Result]:
+    """The results of a file that `write` made; raises ValueError for anything else."""
+    data = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a {FORMAT} report")
+    return [Result.from_json(json.dumps(item)) for item in data["results"]]

@@ -1,0 +1,499 @@
+"""The trace file: what is written is read back bit for bit, and every lie of a file has its own error."""
+
+import json
+import struct
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from conformance import errors as e
+from conformance.trace import (
+    DTYPES,
+    REQUIRED_METADATA,
+    REQUIRED_TAPS,
+    Recorder,
+    Schedule,
+    Trace,
+    inspect,
+    metadata,
+    validate,
+    wanted,
+)
+
+BF16 = ml_dtypes.bfloat16
+T, V = 6, 40
+
+
+def text_config(**changes):
+    """A two-layer text config (KDA + dense, DSA + MoE) with the names that the tap table reads."""
+    fields = {
+        "num_hidden_layers": 2,
+        "kda_layers": (0,),
+        "hidden_size": 8,
+        "hc_mult": 2,
+        "linear_num_heads": 2,
+        "linear_head_dim": 3,
+        "short_conv_kernel_size": 4,
+        "num_attention_heads": 3,
+        "v_head_dim": 5,
+        "q_lora_rank": 7,
+        "kv_lora_rank": 6,
+        "index_n_heads": 2,
+        "index_head_dim": 4,
+        "index_kpool": 2,
+        "index_topk": 4,
+        "n_routed_experts": 9,
+        "num_experts_per_tok": 2,
+        "vocab_size": V,
+        "mtp_layer": 2,
+        "is_sparse": lambda layer: layer >= 1,
+        "indexer": lambda layer: "full" if layer == 1 else None,
+    } | changes
+    return SimpleNamespace(text=SimpleNamespace(**fields), vision=None)
+
+
+CONFIG = text_config()
+
+
+def described(schedule=None, **changes):
+    made = metadata(
+        engine="mine",
+        engine_version="3",
+        checkpoint="tiny",
+        config_sha256="0" * 64,
+        export="nvidia",
+        schedule=schedule or Schedule((T,)),
+    )
+    return {key: value for key, value in (made | changes).items() if value is not None}
+
+
+def traced(schedule=None, **taps):
+    """A minimal sound trace; keyword names stand for taps, None removes one. Dots are written as double underscores."""
+    all_taps = {"tokens": np.arange(T, dtype=np.int32), "logits": np.zeros((T, V), np.float32)}
+    for name, value in taps.items():
+        all_taps[name.replace("__", ".")] = value
+    return Trace(described(schedule), {name: tap for name, tap in all_taps.items() if tap is not None})
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", DTYPES)
+def test_every_dtype_comes_back_bit_for_bit(tmp_path, code):
+    raw = (
+        np.random.default_rng(3).integers(0, 2 if code == "BOOL" else 256, 24 * DTYPES[code].itemsize).astype(np.uint8)
+    )
+    array = raw.view(DTYPES[code]).reshape(2, 3, 4)
+    made = Trace(described(), traced().taps | {"embed": array})
+    made.save(tmp_path / "a.trace")
+    back = Trace.load(tmp_path / "a.trace")
+    assert back.metadata == made.metadata
+    assert list(back.taps) == list(made.taps)
+    assert back.taps["embed"].dtype == array.dtype
+    assert back.taps["embed"].tobytes() == array.tobytes()
+
+
+def test_the_file_is_plain_safetensors(tmp_path):
+    made = traced(embed=np.full((T, 8), 1.5, BF16), layers__0__attn__state=np.zeros((0, 3), np.float64))
+    made.save(tmp_path / "a.trace")
+    read = load_file(tmp_path / "a.trace")
+    assert set(read) == set(made.taps)
+    assert all(np.array_equal(read[name], tap) for name, tap in made.taps.items())
+
+
+@pytest.mark.parametrize("order", ["F", "strided", "big-endian", "scalar"])
+def test_unusual_memory_layouts_are_stored_row_major_little_endian(tmp_path, order):
+    array = {
+        "F": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+        "strided": np.arange(24.0).reshape(3, 8)[:, ::2],
+        "big-endian": np.arange(12.0).reshape(3, 4).astype(">f8"),
+        "scalar": np.array(2.5),
+    }[order]
+    Trace(described(), traced().taps | {"x": array}).save(tmp_path / "a.trace")
+    assert np.array_equal(Trace.load(tmp_path / "a.trace").taps["x"], array)
+    assert Trace.load(tmp_path / "a.trace").taps["x"].shape == array.shape
+
+
+def test_saving_replaces_the_old_file_or_leaves_it_alone(tmp_path):
+    path = tmp_path / "a.trace"
+    traced().save(path)
+    before = path.read_bytes()
+    with pytest.raises(e.TraceHeaderError, match="tap x has dtype complex128"):
+        traced(x=np.zeros(3, complex)).save(path)
+    with pytest.raises(e.TraceMetadataError, match="metadata tp is 2, expected a string"):
+        Trace(described() | {"tp": 2}, traced().taps).save(path)
+    assert path.read_bytes() == before
+    assert [item.name for item in tmp_path.iterdir()] == ["a.trace"]
+
+
+def test_loaded_taps_cannot_be_written(tmp_path):
+    traced().save(tmp_path / "a.trace")
+    with pytest.raises(ValueError, match="read-only"):
+        Trace.load(tmp_path / "a.trace").taps["logits"][0, 0] = 1
+
+
+@pytest.mark.parametrize("cut", [1, 8, 200])
+def test_a_truncated_file_is_refused(tmp_path, cut):
+    path = tmp_path / "a.trace"
+    traced().save(path)
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(e.TraceTruncatedError, match=r"a\.trace: \d+ bytes of data, its header describes \d+"):
+        Trace.load(path)
+
+
+@pytest.mark.parametrize("size", [0, 5, 8, 30])
+def test_a_file_that_ends_in_its_header_is_refused(tmp_path, size):
+    path = tmp_path / "a.trace"
+    traced().save(path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(e.TraceTruncatedError, match=f"{size} bytes, but its header alone needs"):
+        Trace.load(path)
+
+
+def test_bytes_after_the_last_tap_are_refused(tmp_path):
+    path = tmp_path / "a.trace"
+    traced().save(path)
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(e.TraceTruncatedError):
+        Trace.load(path)
+
+
+def headed(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"dtype": "F8", "shape": [1], "data_offsets": [0, 1]}, "dtype 'F8'"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "4 bytes stored, F32 \\[2\\] needs 8"),
+        ({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}, "are not sizes"),
+        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "are not sizes"),
+        ({"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}, "are not sizes"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}, "-4 bytes stored"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [0]}, "are not sizes"),
+        ({"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}, "are not sizes"),
+        ({"dtype": "F32", "shape": [2**40, 2**40], "data_offsets": [0, 4]}, "4 bytes stored"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}, "starts at byte 4, the one before it ends at 0"),
+        ({"dtype": "F32", "shape": [1]}, "expected dtype, shape and data_offsets"),
+        ([0, 4], "expected dtype, shape and data_offsets"),
+    ],
+)
+def test_a_malformed_entry_is_refused_by_name(tmp_path, entry, message):
+    path = headed(tmp_path / "a.trace", {"__metadata__": described(), "embed": entry}, bytes(8))
+    with pytest.raises(e.TraceHeaderError, match=f"tap embed.*{message}"):
+        Trace.load(path)
+
+
+def test_overlapping_taps_are_refused(tmp_path):
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    path = headed(tmp_path / "a.trace", {"__metadata__": described(), "a": entry, "b": entry}, bytes(4))
+    with pytest.raises(e.TraceHeaderError, match="tap b starts at byte 0, the one before it ends at 4"):
+        Trace.load(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"{ ", "not JSON"),
+        (b"[]", "is a list"),
+        (b'{"a":1,"a":2}', "holds a twice"),
+        (b"\xff\xfe{}", "not JSON"),
+        (b"{", "header of 1 bytes"),
+    ],
+)
+def test_a_malformed_header_is_refused(tmp_path, header, message):
+    with pytest.raises(e.TraceHeaderError, match=message):
+        Trace.load(headed(tmp_path / "a.trace", header))
+
+
+@pytest.mark.parametrize("found", [None, "glm53-trace/2", "trace"])
+def test_another_format_is_refused(tmp_path, found):
+    Trace(described(format=found), traced().taps).save(tmp_path / "a.trace")
+    with pytest.raises(e.TraceFormatError, match="expected glm53-trace/1"):
+        Trace.load(tmp_path / "a.trace")
+
+
+@pytest.mark.parametrize("key", [key for key in REQUIRED_METADATA if key != "format"])
+def test_a_missing_metadata_key_is_named(tmp_path, key):
+    kept = {name: value for name, value in described().items() if name != key}
+    Trace(kept, traced().taps).save(tmp_path / "a.trace")
+    with pytest.raises(e.TraceMetadataError, match=f"metadata {key} is missing"):
+        Trace.load(tmp_path / "a.trace")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", "²", ""])
+def test_ranks_that_are_no_numbers_are_refused(tmp_path, value):
+    Trace(described(ep=value), traced().taps).save(tmp_path / "a.trace")
+    with pytest.raises(e.TraceMetadataError, match="metadata ep is"):
+        Trace.load(tmp_path / "a.trace")
+
+
+@pytest.mark.parametrize("name", REQUIRED_TAPS)
+def test_a_trace_without_tokens_or_logits_is_refused(tmp_path, name):
+    taps = {key: tap for key, tap in traced().taps.items() if key != name}
+    Trace(described(), taps).save(tmp_path / "a.trace")
+    with pytest.raises(e.TapMissingError, match=f"tap {name} is missing"):
+        Trace.load(tmp_path / "a.trace")
+
+
+# --- the schedule ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "expected"),
+    [
+        (10, {}, Schedule((10,))),
+        (10, {"decode": 3}, Schedule((7,), 3)),
+        (10, {"decode": 10}, Schedule((), 10)),
+        (10, {"chunk": 4, "decode": 1}, Schedule((4, 4, 1), 1)),
+        (10, {"chunk": 40, "pad": 2}, Schedule((10,), 0, 2)),
+    ],
+)
+def test_schedules_cover_exactly_the_input(tokens, options, expected):
+    made = Schedule.of(tokens, **options)
+    assert made == expected
+    assert made.tokens == tokens
+    assert Schedule.parse(made.json()) == made
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"prefill": 3}',
+        '{"prefill": [0]}',
+        '{"prefill": [3, -1]}',
+        '{"prefill": [2.0]}',
+        '{"prefill": [true]}',
+        '{"prefill": []}',
+        '{"prefill": [3], "decode": -1}',
+        '{"prefill": [3], "decode": "2"}',
+        '{"prefill": [], "decode": 2, "pad": 1}',
+        '{"prefill": [3], "steps": 2}',
+    ],
+)
+def test_impossible_schedules_are_refused(text):
+    with pytest.raises(e.TraceScheduleError, match="schedule"):
+        Schedule.parse(text)
+
+
+@pytest.mark.parametrize(("decode", "chunk"), [(-1, None), (11, None), (0, 0), (0, -4)])
+def test_impossible_feedings_are_refused(decode, chunk):
+    with pytest.raises(e.TraceScheduleError):
+        Schedule.of(10, decode=decode, chunk=chunk)
+
+
+# --- the recorder ----------------------------------------------------------------------------------------------------
+
+
+def test_pieces_are_joined_along_the_first_axis():
+    record, pieces = Recorder(), [np.full((n, 3), n, np.float32) for n in (2, 1, 4)]
+    for piece in pieces:
+        record("embed", piece)
+    assert np.array_equal(record.taps()["embed"], np.concatenate(pieces))
+
+
+def test_states_keep_the_last_one_only():
+    record = Recorder()
+    for step in range(3):
+        for name in ("layers.0.attn.state", "layers.0.attn.conv_state"):
+            record(name, np.full((2, 2), step))
+    assert all((tap == 2).all() for tap in record.taps().values())
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, BF16])
+def test_scores_of_pools_to_come_are_minus_infinity(dtype):
+    record = Recorder()
+    record("layers.3.indexer.scores", np.ones((2, 0), dtype))
+    record("layers.3.indexer.scores", np.ones((1, 2), dtype))
+    record("layers.3.indexer.scores", np.ones((1, 3), dtype))
+    joined = record.taps()["layers.3.indexer.scores"]
+    assert joined.dtype == dtype
+    assert joined.astype(float).tolist() == [[-np.inf] * 3, [-np.inf] * 3, [1, 1, -np.inf], [1, 1, 1]]
+
+
+def test_the_recorder_keeps_copies():
+    record, buffer = Recorder(), np.zeros((2, 2))
+    record("embed", buffer)
+    buffer += 1
+    assert not record.taps()["embed"].any()
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (np.zeros((2, 3)), np.zeros((2, 4))),
+        (np.zeros((2, 3)), np.zeros((2, 3), np.float32)),
+        (np.zeros((2, 3)), np.zeros(3)),
+        (np.zeros(()), np.zeros(())),
+    ],
+)
+def test_pieces_that_do_not_fit_are_refused(first, second):
+    record = Recorder()
+    record("embed", first)
+    record("embed", second)
+    with pytest.raises(e.TapChunkError, match="tap embed"):
+        record.taps()
+
+
+def test_indices_and_logits_get_the_dtypes_of_the_format():
+    record = Recorder()
+    record("tokens", np.arange(3))
+    record("layers.3.indexer.selected", np.zeros((3, 4), np.int64))
+    record("layers.3.router.indices", np.zeros((3, 4), np.uint8))
+    record("logits", np.full((3, 5), 1.25, BF16))
+    record("layers.3.router.logits", np.zeros((3, 4)))
+    kinds = {name: str(tap.dtype) for name, tap in record.taps().items()}
+    assert list(kinds.values()) == ["int32", "int32", "int32", "float32", "float64"]
+
+
+def test_a_filter_never_drops_what_every_trace_needs():
+    record = Recorder("layers.1.*,embed")
+    for name in ("tokens", "embed", "layers.0.in", "layers.1.in", "layers.11.in", "logits"):
+        record(name, np.zeros((1, 1)))
+    assert list(record.taps()) == ["tokens", "embed", "layers.1.in", "logits"]
+    assert not wanted("layers.1.in", [])
+    assert wanted("logits", [])
+
+
+# --- against a config ------------------------------------------------------------------------------------------------
+
+GOOD = {
+    "embed": (T, 8),
+    "layers.0.in": (T, 2, 8),
+    "layers.0.attn_hc.comb": (T, 2, 2),
+    "layers.0.attn.q": (T, 2, 3),
+    "layers.0.attn.beta": (T, 2),
+    "layers.0.attn.state": (2, 3, 3),
+    "layers.0.attn.conv_state": (3, 18),
+    "layers.1.attn.q_resid": (T, 7),
+    "layers.1.attn.latent": (T, 6),
+    "layers.1.attn.core": (T, 3, 5),
+    "layers.1.indexer.q": (T, 2, 4),
+    "layers.1.indexer.weights": (T, 2),
+    "layers.1.indexer.pool_keys": (3, 4),
+    "layers.1.indexer.scores": (T, 3),
+    "layers.1.router.logits": (T, 9),
+    "layers.1.router.weights": (T, 2),
+    "layers.1.routed.out": (T, 8),
+    "final.norm": (T, 8),
+    "mtp.z": (5, 8),
+    "mtp.logits": (5, V),
+    "mtp.indexer.scores": (5, 2),
+    "mtp.indexer.pool_keys": (2, 4),
+}
+
+
+def full(**changes):
+    taps = {name: np.zeros(shape, np.float32) for name, shape in GOOD.items()}
+    taps["layers.1.indexer.selected"] = np.zeros((T, 5), np.int32)
+    taps["layers.1.router.indices"] = np.zeros((T, 2), np.int32)
+    made = traced().taps | taps
+    return Trace(described(), {k: v for k, v in (made | changes).items() if v is not None})
+
+
+def test_a_sound_trace_has_no_fault():
+    found = validate(full(), CONFIG)
+    assert set(found.present) == set(full().taps)
+    assert found.unknown == ()
+    assert "layers.0.mid" in found.missing
+    assert "layers.1.attn.q" not in found.missing, "a DSA layer has no convolved q"
+
+
+@pytest.mark.parametrize("name", [name for name in GOOD if not name.startswith("mtp.")])
+@pytest.mark.parametrize("axis", [0, -1])
+def test_every_axis_of_every_tap_is_checked(name, axis):
+    shape = list(GOOD[name])
+    shape[axis] += 1
+    with pytest.raises(e.TapShapeError, match=f"tap {name}: axis"):
+        validate(full(**{name: np.zeros(shape, np.float32)}), CONFIG)
+
+
+def test_a_missing_axis_is_told_with_the_axes_expected():
+    with pytest.raises(e.TapShapeError, match=r"tap layers\.0\.in has 2 axes \[6, 16\], expected 3: \[T, C, D\]"):
+        validate(full(**{"layers.0.in": np.zeros((T, 16), np.float32)}), CONFIG)
+
+
+def test_free_axes_must_agree_with_each_other():
+    with pytest.raises(e.TapShapeError, match=r"tap mtp\.logits: axis 0 of \[M, V\] is 4, but 5 in tap mtp\.z"):
+        validate(full(**{"mtp.logits": np.zeros((4, V), np.float32)}), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("tokens", np.int64),
+        ("layers.1.router.indices", np.int64),
+        ("layers.1.indexer.selected", np.float32),
+        ("logits", BF16),
+        ("logits", np.float64),
+        ("embed", np.int32),
+        ("layers.0.in", np.uint8),
+    ],
+)
+def test_every_dtype_is_checked(name, dtype):
+    with pytest.raises(e.TapDtypeError, match=f"tap {name} has dtype"):
+        validate(full(**{name: full().taps[name].astype(dtype)}), CONFIG)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, BF16])
+def test_floats_may_have_any_float_dtype(dtype):
+    validate(full(embed=np.zeros((T, 8), dtype)), CONFIG)
+
+
+@pytest.mark.parametrize("bad", [-1, V, 2**31 - 1])
+def test_a_token_outside_the_vocabulary_is_named(bad):
+    tokens = np.arange(T, dtype=np.int32)
+    tokens[4] = bad
+    with pytest.raises(e.TokenRangeError, match=f"id {bad} at 4, vocabulary has {V}"):
+        validate(full(tokens=tokens), CONFIG)
+
+
+def test_a_schedule_that_feeds_another_number_of_tokens_is_refused():
+    with pytest.raises(e.TraceScheduleError, match="schedule feeds 5 tokens, tap tokens holds 6"):
+        validate(traced(Schedule((4,), 1)), CONFIG)
+
+
+def test_unknown_names_are_reported_and_not_swallowed():
+    found = inspect(
+        full(**{"layers.2.in": np.zeros(1), "layers.0.attn.latent": np.zeros(1), "Embed": np.zeros(1)}), CONFIG
+    )
+    assert found.unknown == ("layers.2.in", "layers.0.attn.latent", "Embed")
+    assert found.faults == ()
+
+
+def test_all_faults_are_listed_and_the_first_is_raised_with_their_number():
+    bad = full(embed=np.zeros((T, 9), np.int8), tokens=None)
+    kinds = [type(fault) for fault in inspect(bad, CONFIG).faults]
+    assert kinds == [e.TapMissingError, e.TapDtypeError, e.TapShapeError]
+    with pytest.raises(e.TapMissingError, match=r"tap tokens is missing.*\(and 2 more\)"):
+        validate(bad, CONFIG)
+
+
+def test_layers_that_share_a_selection_have_no_indexer_of_their_own():
+    config = text_config(indexer=lambda layer: "shared")
+    found = inspect(full(), config)
+    assert set(found.unknown) == {name for name in GOOD if name.startswith("layers.1.indexer.")}
+    assert "layers.1.indexer.selected" in found.present
+
+
+def test_without_an_mtp_block_its_taps_are_unknown():
+    found = inspect(full(), text_config(mtp_layer=None))
+    assert set(found.unknown) == {name for name in GOOD if name.startswith("mtp.")}
+
+
+def test_the_table_holds_every_name_of_the_format():
+    """Counted by hand from the format's list: 3 + 6 mHC + 4 sublayer taps per layer, 8 KDA, 3 + 7 DSA, 5 MoE."""
+    names = inspect(full(), CONFIG)
+    layers = [name for name in (*names.present, *names.missing) if name.startswith("layers.")]
+    assert len(layers) == 2 * 13 + 8 + 10 + 5
+    mtp = [name for name in (*names.present, *names.missing) if name.startswith("mtp.")]
+    assert len(mtp) == 2 + 4 + 10 + 5

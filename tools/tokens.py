@@ -1,0 +1,70 @@
+"""Token ids from what the user gave: a file of integers, or a prompt."""
+
+from pathlib import Path
+
+import numpy as np
+
+from conformance.errors import TokensFileError
+from tools.errors import UsageError
+
+
+def tokens_of(tokens: Path | None, prompt: str | None, directory: Path) -> np.ndarray:
+    """I64 [T] from exactly one of `--tokens FILE` and `--prompt TEXT`. Raises UsageError or TokensFileError."""
+    if (tokens is None) == (prompt is None):
+        raise UsageError("give either --tokens FILE or --prompt TEXT" + (", not both" if tokens else ""))
+    return read_tokens(tokens) if tokens is not None else encode_prompt(prompt or "", directory)
+
+
+def read_tokens(path: Path) -> np.ndarray:
+    """Integers separated by white space, or a one-dimensional integer `.npy`; -> I64 [T], T >= 1."""
+    try:
+        if path.suffix == ".npy":
+            ids = np.load(path, allow_pickle=False)
+        else:
+            ids = _integers(path, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokensFileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except (ValueError, EOFError) as error:
+        raise TokensFileError(f"{path}: not a .npy array ({error})") from None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TokensFileError(f"{path}: {ids.dtype} {list(ids.shape)}, expected a list of integers")
+    if not ids.size:
+        raise TokensFileError(f"{path}: holds no token")
+    return ids.astype(np.int64)
+
+
+def _integers(path: Path, text: str) -> np.ndarray:
+    out = []
+    for line, words in enumerate(text.splitlines(), 1):
+        for word in words.split():
+            try:
+                out.append(int(word))
+            except ValueError:
+                raise TokensFileError(f"{path}: line {line}: {word!r} is not an integer") from None
+            if not -(2**63) <= out[-1] < 2**63:
+                raise TokensFileError(f"{path}: line {line}: {word} does not fit 64 bits")
+    return np.array(out, np.int64)
+
+
+def encode_prompt(prompt: str, directory: Path) -> np.ndarray:
+    """The ids of the checkpoint's `tokenizer.json` where there is one (package `tokenizers`), else UTF-8 bytes."""
+    tokenizer = load_tokenizer(directory)
+    ids = list(prompt.encode()) if tokenizer is None else tokenizer.encode(prompt).ids
+    if not ids:
+        raise TokensFileError("--prompt: gives no token")
+    return np.array(ids, np.int64)
+
+
+def load_tokenizer(directory: Path):  # type: ignore[no-untyped-def]
+    """The checkpoint's tokenizer, or None where it has none. Raises UsageError when the package is missing."""
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UsageError(f"{path}: needs the package tokenizers (extra `tokenizer`), or give --tokens FILE") from None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise TokensFileError(f"{path}: not a tokenizer ({error})") from None

@@ -1,0 +1,122 @@
+"""`glm53 trace`: run an engine over a checkpoint and write what it computed."""
+
+import re
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from conformance.engines import registry
+from conformance.trace import Schedule, Trace
+from tools.errors import UsageError
+from tools.output import write_json
+from tools.progress import step_bar
+from tools.tokens import tokens_of
+
+LAYER_OUT = re.compile(r"layers\.\d+\.out")
+
+
+def trace(
+    directory: Path,
+    engine: str,
+    tokens: np.ndarray,
+    out: Path,
+    *,
+    prefill_chunk: int | None = None,
+    decode: int = 0,
+    pad: int = 0,
+    taps: str = "*",
+    options: dict[str, Any] | None = None,
+    quiet: bool = False,
+) -> Trace:
+    """Run and save; returns the trace. Raises an `InputError`, or `UsageError` when `out` cannot be written."""
+    schedule = Schedule.of(len(tokens), decode=decode, chunk=prefill_chunk, pad=pad)
+    if not out.parent.is_dir():
+        raise UsageError(f"--out {out}: {out.parent} is not a directory")
+    runner: Any = registry.create(engine)
+    runner.open(directory, **(options or {}))
+    with step_bar(f"{engine} on {directory.name}", quiet) as advance:
+        if hasattr(runner, "watch"):
+            calls = len(schedule.prefill) + schedule.decode
+            total = calls * runner.config.text.num_hidden_layers
+            runner.watch = lambda name: advance(total) if LAYER_OUT.fullmatch(name) else None
+        made = runner.run(tokens, schedule, taps)
+    try:
+        made.save(out)
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be written: {error.strerror or error}") from None
+    return made
+
+
+def engine_options(pairs: list[str], **named: Any) -> dict[str, Any]:
+    """Options for `Engine.open`: the named ones that were given, then `--option KEY=VALUE` (numbers become int)."""
+    options = {key: value for key, value in named.items() if value is not None}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--option {pair}: expected KEY=VALUE")
+        options[key] = int(value) if re.fullmatch(r"-?\d+", value) else value
+    return options
+
+
+def summary(made: Trace, out: Path, seconds: float) -> dict[str, Any]:
+    """What `--json` shows."""
+    return {
+        "file": str(out),
+        "metadata": made.metadata,
+        "tokens": len(made.tokens),
+        "seconds": round(seconds, 3),
+        "bytes": out.stat().st_size,
+        "taps": {name: {"dtype": str(tap.dtype), "shape": list(tap.shape)} for name, tap in made.taps.items()},
+    }
+
+
+def command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Trace file to write.")],
+    engine: Annotated[str, typer.Option(help="reference, fast, transformers, file or package.module:Class.")] = "fast",
+    tokens: Annotated[Path | None, typer.Option(metavar="FILE", help="Token ids: text or .npy.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to run instead of --tokens.")] = None,
+    arithmetic: Annotated[
+        str | None, typer.Option(help="exact, bf16 or stochastic (reference); bf16 or fp32 (others).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of stochastic arithmetic.")] = None,
+    tp: Annotated[int | None, typer.Option(metavar="N", help="Tensor-parallel ranks.")] = None,
+    ep: Annotated[int | None, typer.Option(metavar="N", help="Expert-parallel ranks.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    prefill_chunk: Annotated[int | None, typer.Option(metavar="N", help="Prefill in chunks of N tokens.")] = None,
+    decode: Annotated[int, typer.Option(metavar="N", help="Feed the last N tokens one at a time.")] = 0,
+    pad: Annotated[int, typer.Option(metavar="N", help="Left padding before the first token.")] = 0,
+    mtp: Annotated[int | None, typer.Option(metavar="K", help="Draft tokens per step.")] = None,
+    taps: Annotated[str, typer.Option(metavar="GLOB", help="Taps to keep; several globs with commas.")] = "*",
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Further option of the engine; repeatable.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write a summary as JSON.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar, no summary.")] = False,
+) -> None:
+    """Run an engine and write its trace.
+
+    Example: glm53 trace tiny --engine fast --prompt "Hello, world." --decode 4 --out fast.trace
+    """
+    ids = tokens_of(tokens, prompt, directory)
+    options = engine_options(option or [], arithmetic=arithmetic, seed=seed, tp=tp, ep=ep, device=device, mtp=mtp)
+    started = time.perf_counter()
+    made = trace(
+        directory,
+        engine,
+        ids,
+        out,
+        prefill_chunk=prefill_chunk,
+        decode=decode,
+        pad=pad,
+        taps=taps,
+        options=options,
+        quiet=quiet,
+    )
+    result = summary(made, out, time.perf_counter() - started)
+    write_json(json_file, result)
+    if not quiet:
+        typer.echo(f"{out}: {len(made.taps)} taps of {result['tokens']} tokens, {result['bytes']:,} bytes")
