@@ -24,9 +24,9 @@ from conformance.judge.bounds import Budget, Step, judge
 from conformance.judge.graph import Node
 from conformance.judge.result import Statistics, TapRow
 from conformance.judge.rows import choice_row, copy_row, refused_row
+from conformance.judge.sampling import Sampler
 from conformance.judge.spread import measure
 from conformance.trace import Trace
-from reference.arithmetic import get_arithmetic
 from reference.checkpoint import Checkpoint
 from reference.model import Layer, TextModel
 
@@ -235,7 +235,7 @@ class _Run:
         """The model with draws of its own for one node, whatever was computed before."""
         seed = zlib.crc32(f"{self.owner.seed} {node.outputs[0]} {first}".encode())
         model = copy.copy(self.model)
-        model.ar = get_arithmetic("stochastic", seed)
+        model.ar = Sampler(seed)
         if node.layer is not None:
             weights = self.model.w.at(f"layers.{node.layer}.")
             layer = Layer(node.layer, model.ar, self.model.config, weights, self.model.options)
