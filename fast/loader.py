@@ -181,7 +181,7 @@ def bind(
             store.reach(loader.packing.section_slabs[index])
             loader.load(section, log)
             bar.update(store.reader.bytes_read)
-    log.pruned = store.prune(lambda name: keep_after_load(config, name))
+    log.pruned = store.prune(lambda name: not mtp and keep_after_load(config, name))
     log.finish(time.perf_counter() - start, store.reader.bytes_read, store.ledger)
     return Weights(
         config, mesh, store.ledger, log, store, fingerprint(config, store.directory), loader.values, loader.packed
@@ -189,7 +189,7 @@ def bind(
 
 
 def keep_after_load(config: Config, name: str) -> bool:
-    """Whether the prune leaves a tensor that nobody has bound: the MTP block, which may be bound later, and nothing
+    """Whether the prune leaves a tensor that nobody has bound: the MTP block, while it is yet to be bound, and nothing
     else. The name is taken apart by the layout, so "layers.45x", "layers.045" or "xlayers.45" are not the MTP block."""
     try:
         weight, _ = layout.find(config, name)

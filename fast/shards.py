@@ -105,11 +105,13 @@ class _Scanner:
             raise self.fail(self.syntax, f"found {found.decode('latin-1')!r}, expected {char.decode()!r}")
         self.at += 1
 
-    def string(self) -> str:
+    def string(self, longest: int = 4096) -> str:
         self.peek()
         match = _STRING.match(self.data, self.at)
         if not match:
             raise self.fail(self.syntax, "expected a string")
+        if match.end() - match.start() > longest:
+            raise self.fail(self.syntax, f"a string of {match.end() - match.start()} bytes, expected at most {longest}")
         try:
             text: str = (
                 json.loads(match.group().decode("utf-8")) if b"\\" in match.group(1) else match[1].decode("utf-8")
@@ -369,15 +371,15 @@ def _metadata(scan: _Scanner) -> None:
         seen.add(key)
         if scan.peek() != b'"':
             raise scan.fail(E.HeaderMetadataError, f"__metadata__ value of {key[:80]!r} is not a string")
-        scan.string()
+        scan.string(longest=1 << 20)
 
 
 def _entry(scan: _Scanner, where: str, room: int) -> tuple[str, tuple[int, ...], int, int]:
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
     offsets: list[int] | None = None
-    if scan.peek() != b"{":
-        raise scan.fail(E.HeaderFieldError, f"{where}: not an object")
+    if scan.peek() not in (b"{", b""):
+        raise E.HeaderFieldError(f"{where}: not an object (at byte {scan.at})")
     for field in scan.keys():  # noqa: SIM118
         if {"dtype": dtype, "shape": shape, "data_offsets": offsets}.get(field) is not None:
             raise E.HeaderDuplicateKeyError(f"{where}: field {field} given twice")
