@@ -20,8 +20,7 @@ from conformance.trace import Schedule
 
 pytestmark = pytest.mark.transformers
 
-PROMISED = 2e-5
-ALLOWED = {"fp32": PROMISED, "fp64": PROMISED * 2.0**-53 / 2.0**-24}
+ALLOWED = {"fp32": pairwise.PROMISED, "fp64": pairwise.PROMISED * 2.0**-53 / 2.0**-24}
 # A trace keeps logits in float32 on both sides: half a unit in the last place each.
 STORED_LOGITS = 2 * 2.0**-24
 TOKENS = 72
