@@ -33,7 +33,8 @@ class PaddingError(InputError):
 class TextModel:
     """`source` is a checkpoint directory, or weights that `fast.loader.load` returned (one rank's, when sharded).
 
-    `dtype` is what activations are stored in: bfloat16, or float32 for the same code without storage rounding.
+    `dtype` is what activations are stored in: bfloat16, or float32 for the same code without storage rounding. `mtp`
+    loads the draft block too, for `fast.mtp`. `window` is the most tokens that go through the layers together.
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class TextModel:
         mla: str = "absorbed",
         communicator: Communicator | None = None,
         window: int = 2048,
+        mtp: bool = False,
     ) -> None:
         if mla not in ("absorbed", "expanded"):
             raise InputError(f"mla: found {mla!r}, expected absorbed or expanded")
         if kda_chunk < 1 or window < 1:
             raise InputError(f"kda_chunk {kda_chunk} and window {window}: expected at least 1")
         self.device, self.window = torch.device(device), window
-        self.weights = source if isinstance(source, Weights) else load(source, device=device)
+        self.weights = source if isinstance(source, Weights) else load(source, device=device, mtp=mtp)
         self.config = self.weights.config
         text = self.config.text
         self.setting = Setting(dtype, kda_chunk, mla == "absorbed", communicator)
@@ -79,7 +81,7 @@ class TextModel:
         The first `pad` tokens are left padding: no layer sees them. Raises TokenError for an id outside the
         vocabulary, PaddingError for padding after the first token or longer than the call.
         """
-        ids = self._ids(tokens)
+        ids = self.ids(tokens)
         if pad and (self.state.length or not 0 < pad <= len(ids)):
             raise PaddingError(f"pad: {pad} of {len(ids)} tokens after {self.state.length}, expected before the first")
         ids = ids[pad:]
@@ -88,7 +90,7 @@ class TextModel:
 
     def decode(self, token: int, tap: Tap | None = None) -> Tensor:
         """One token -> logits [V] fp32."""
-        return self.logits(self.run(self._ids([token]), tap), tap)[0]
+        return self.logits(self.run(self.ids([token]), tap), tap)[0]
 
     @torch.inference_mode()
     def run(self, ids: Tensor, tap: Tap | None = None) -> Tensor:
@@ -135,7 +137,17 @@ class TextModel:
             tap("logits", logits)
         return logits
 
-    def _ids(self, tokens: Sequence[int] | Any) -> Tensor:
+    def verify(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """ids [T], at most `ROWS` -> (logits [T, V], what entered lm_head [T, D]); opens a transaction of the state.
+
+        The caller ends it with `state.commit(kept)`. Each row has the bits of the same token decoded alone.
+        """
+        self.state.begin()
+        hidden = self.run(ids)
+        return self.logits(hidden), hidden
+
+    def ids(self, tokens: Sequence[int] | Any) -> Tensor:
+        """Any integers [T] -> int64 on the device. Raises TokenError for one outside the vocabulary."""
         ids = torch.as_tensor(tokens, dtype=torch.int64)
         V = self.config.text.vocab_size
         outside = torch.nonzero((ids < 0) | (ids >= V))
