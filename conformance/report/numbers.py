@@ -16,9 +16,9 @@ def ratio(value: float) -> str:
     if value == 0:
         return "0"
     if 0.001 <= abs(value) < 10_000:
-        digits = max(0, 2 - math.floor(math.log10(abs(value))))
-        return f"{value:.{digits}f}"
-    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
+        exponent = int(f"{value:.2e}".partition("e")[2])
+        return f"{value:.{max(0, 2 - exponent)}f}"
+    return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
 def decimal(value: float) -> str:
