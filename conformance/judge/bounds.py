@@ -221,7 +221,7 @@ class _Tests:
             lean = self.drift * _quotient(self._sum(np.abs(template), axis), np.sqrt(count))
             offset_z, offset_null = (_quotient(self._sum(x * fit, axis), np.sqrt(count)) for x in (z, null))
             out.append(self._shift("mean", axis, offset_z, offset_null, lean, clumping))
-            if axis == "column":
+            if axis == "column" and not self.few:
                 out.append(self._crowd("mean.rms", offset_z, offset_null, lean))
                 out.append(self._crowd("scale.rms", scale_z, scale_null, drift))
         return [*out, self._whole_size(z, parts), self._whole_shift(z, template, parts)]
@@ -229,6 +229,15 @@ class _Tests:
     @property
     def clumping(self) -> float:
         return self.budget.clumping if self.step.time else 1.0
+
+    @property
+    def few(self) -> bool:
+        """A state: many numbers that rest on few roundings, so that its totals are worth one draw per sample."""
+        return self.heads > 1 and not self.step.time
+
+    @property
+    def most(self) -> int | None:
+        return len(self.spread.noise) if self.few else None
 
     def _sum(self, x: Singles, axis: str) -> Singles:
         """Sums [..,T,J] over everything but the groups of `axis`: -> [..,G]."""
@@ -275,7 +284,7 @@ class _Tests:
         count = max(float(self.fit.sum()), 1.0)
         middle = float(np.mean(parts["row"][0].sum(axis=-1))) / count
         spread = [centred(square) / count for square, _ in parts.values()]
-        beyond = sum_quantile(spread, self.budget.probability) * self.clumping
+        beyond = sum_quantile(spread, self.budget.probability, self.most) * self.clumping
         drift = self.drift * np.sqrt(float(np.sum((self.spread.template * self.fit) ** 2)) / count)
         allowed = math.sqrt(middle + beyond + drift**2)
         return _worst("rms", "", np.asarray([math.sqrt(float(np.sum(z**2)) / count)]), np.asarray([allowed]))
@@ -283,14 +292,14 @@ class _Tests:
     def _whole_shift(self, z: Singles, template: Singles, parts: dict[str, tuple[Singles, Singles]]) -> Check:
         """Component of the error along the expected values over the whole tap."""
         norm = max(math.sqrt(float(np.sum(template**2))), 1e-300)
-        quantile = sum_quantile([along / norm for _, along in parts.values()], self.budget.probability)
+        quantile = sum_quantile([along / norm for _, along in parts.values()], self.budget.probability, self.most)
         allowed = quantile * self.clumping + self.drift * norm
         return _worst("bias", "", np.asarray([abs(float(np.sum(z * template))) / norm]), np.asarray([allowed]))
 
     def _freedom(self, axis: str) -> int:
         """How many independent draws the groups of an axis are worth: all of a head may move together."""
         copies, rows, columns = self.spread.noise.shape
-        if self.heads > 1 and (axis != "row" or not self.step.time):
+        if self.few or (self.heads > 1 and axis != "row"):
             return copies * self.heads
         return copies * (rows if axis == "row" else columns)
 

@@ -30,7 +30,7 @@ from conformance.trace import Trace
 from reference.checkpoint import Checkpoint
 from reference.model import Layer, TextModel
 
-SAMPLES = 8
+SAMPLES = 16
 FALSE_ALARM = 1e-6
 _AT_ONCE = 1 << 22
 _MOST = 1 << 26
@@ -75,6 +75,16 @@ class Rebase:
         """Verdicts in dataflow order, one per tap that the trace holds. The trace must have passed `trace.validate`."""
         return _Run(self, trace).rows()
 
+    def free_run(self, trace: Trace, samples: int) -> tuple[np.ndarray, np.ndarray, npt.NDArray[np.bool_]]:
+        """Logits [T,V] from the tokens alone, samples of them [B,T,V], and [T] rows that rest on an untold choice.
+
+        Discrete choices that the trace holds are replayed.
+        """
+        kept = {name: tap for name, tap in trace.taps.items() if name == "tokens" or tap.dtype.kind in "iu"}
+        few = copy.copy(self)
+        few.samples = samples
+        return _Run(few, Trace(trace.metadata, kept)).free_run()
+
 
 class _Run:
     """One trace. `taps` are its arrays as the reference can use them; `clean` says which are finite."""
@@ -95,6 +105,18 @@ class _Run:
             yield from self._remembered(node, outputs)
             if node.outputs[0].endswith(".out") and node.outputs[0].count(".") == 2:
                 self._forget()
+
+    def free_run(self) -> tuple[np.ndarray, np.ndarray, npt.NDArray[np.bool_]]:
+        for node in self.owner.nodes:
+            if not all(name in self.held for name in node.outputs):
+                for side in (self.exact, self.sampled):
+                    self._value(side, node.outputs[0])
+                self._taint(node.outputs[0])
+            if node.outputs[0].endswith(".out") and node.outputs[0].count(".") == 2:
+                self._forget(node.outputs[0])
+        doubt = self.taint["logits"]
+        clear = np.zeros(self.length, bool) if doubt is None else doubt
+        return self._value(self.exact, "logits"), self._value(self.sampled, "logits"), clear
 
     def _remembered(self, node: Node, outputs: list[str]) -> Iterator[TapRow]:
         memory = self.owner.memory
@@ -242,9 +264,9 @@ class _Run:
             model.layers = {node.layer: layer}  # type: ignore[assignment]
         return model
 
-    def _forget(self) -> None:
+    def _forget(self, kept: str = "") -> None:
         for side in (self.exact, self.sampled):
-            side.memo = {name: value for name, value in side.memo.items() if name.endswith(".selected")}
+            side.memo = {name: value for name, value in side.memo.items() if name.endswith(".selected") or name == kept}
 
     def _taint_of(self, node: Node) -> Taint:
         """[T] tokens whose inputs rest on a choice that the trace does not tell and that was within the errors."""

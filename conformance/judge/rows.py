@@ -100,6 +100,14 @@ def refused_row(step: Step, engine: npt.NDArray, reason: str) -> TapRow:
     return exact_row(step, [check], 0, (math.inf,) * len(engine) if step.time else (), message=reason)
 
 
+def unfit_row(order: int, tap: str, engine: npt.NDArray, reason: str) -> TapRow:
+    """A tap that cannot be compared at all because its shape or dtype is not the format's."""
+    layer = int(tap.split(".")[1]) if tap.startswith("layers.") else None
+    step = Step(order, tap, layer, f"{tap} as stored", (tap,))
+    check = Check(reason.split()[0], 1.0, 0.0, math.inf, False, reason)
+    return exact_row(step, [check], 0, (), message=reason)
+
+
 def _quantile(ratios: Floats, q: float) -> float:
     """Nearest-rank quantile: interpolation between infinities has no value."""
     if ratios.size == 0:

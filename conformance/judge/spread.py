@@ -134,12 +134,12 @@ def _element_quantile(noise: Singles, probability: float, freedom: int) -> float
     return max(far, student_quantile(probability / 2.0, freedom))
 
 
-def sum_quantile(partitions: Sequence[npt.NDArray[np.floating]], probability: float) -> float:
+def sum_quantile(partitions: Sequence[npt.NDArray[np.floating]], probability: float, most: int | None = None) -> float:
     """Two-sided quantile of a zero-mean sum, from its parts [B,G] under several partitions of the same terms.
 
     The parts of a partition are taken as independent, which gives the variance many degrees of freedom; the partition
     with the largest variance counts. Where the samples' own totals vary more than twice that (parts that move
-    together), the excess is added with the few degrees of freedom that it was seen with.
+    together), the excess is added with the few degrees of freedom that it was seen with. `most` caps the freedom.
     """
     best, freedom = 0.0, 1
     for parts in partitions:
@@ -147,6 +147,7 @@ def sum_quantile(partitions: Sequence[npt.NDArray[np.floating]], probability: fl
         if variance >= best:
             best, freedom = variance, parts.size
     totals = partitions[0].sum(axis=-1, dtype=np.float64)
+    freedom = freedom if most is None else min(freedom, most)
     excess = max(float(np.mean(np.square(totals))) - _CHANCE * best, 0.0)
     square = best * student_quantile(probability / 2.0, freedom) ** 2
     if excess > 0:

@@ -1,0 +1,209 @@
+"""The judge's entry: one trace against one checkpoint, per tensor, per step and per token.
+
+A run passes only if something was compared and nothing failed. Names that no table knows, taps of the wrong shape or
+dtype, metadata that contradict the checkpoint and tokens other than those asked for are failures, not notes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from conformance import taps
+from conformance.judge import bits, tokens
+from conformance.judge.bits import Operands
+from conformance.judge.bounds import FAMILIES
+from conformance.judge.rebase import FALSE_ALARM, SAMPLES, Rebase
+from conformance.judge.result import Coverage, Divergence, Problem, Result, TapRow, TensorRow, TokenRow
+from conformance.judge.rows import unfit_row
+from conformance.trace import DTYPE_NAMES, REQUIRED_TAPS, Trace, inspect
+from reference.checkpoint import Checkpoint
+
+Progress = Callable[[str], None]
+
+
+def compare(
+    trace: Trace,
+    checkpoint: Checkpoint,
+    *,
+    operands: Operands | None = None,
+    expected_tokens: Sequence[int] | np.ndarray | None = None,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    false_alarm: float = FALSE_ALARM,
+    judge: Rebase | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """`operands(name)` shows what the engine bound (None: not compared, and said so in the coverage).
+
+    `expected_tokens` are those the run was asked for. `judge` is a `Rebase` of the same checkpoint to go on using; the
+    three numbers before it are then its own. `progress` is called with the name of each tap and tensor that was judged.
+    """
+    report = progress or (lambda name: None)
+    owner = judge or Rebase(checkpoint, samples=samples, seed=seed, false_alarm=false_alarm)
+    problems, unfit = _problems(trace, checkpoint, expected_tokens)
+    tensors: list[TensorRow] = []
+    for tensor in bits.compare(checkpoint, operands) if operands is not None else ():
+        tensors.append(tensor)
+        report(tensor.name)
+    usable = Trace(trace.metadata, {name: tap for name, tap in trace.taps.items() if name not in unfit})
+    rows: list[TapRow] = [
+        unfit_row(owner.order[name], name, trace.taps[name], why) for name, why in unfit.items() if name in owner.order
+    ]
+    logits: tuple[TokenRow, ...] = ()
+    if not any(problem.kind in ("empty", "missing") and problem.fatal for problem in problems):
+        for row in owner.rows(usable):
+            rows.append(row)
+            report(row.tap)
+        if "logits" in usable.taps:
+            logits = tokens.compare(owner, usable)
+    rows.sort(key=lambda row: row.order)
+    return _result(trace, checkpoint, owner, problems, tensors, rows, logits)
+
+
+def _problems(trace: Trace, checkpoint: Checkpoint, expected_tokens: Any) -> tuple[list[Problem], dict[str, str]]:
+    """What is wrong with the trace itself, and the taps that cannot be used (name -> why)."""
+    found = inspect(trace, checkpoint.config)
+    problems = []
+    for key, want in (("config_sha256", checkpoint.config.sha256), ("export", checkpoint.export)):
+        have = trace.metadata.get(key, "")
+        if have != want:
+            problems.append(Problem("metadata", key, have, want, True, f"metadata {key} is {have}, expected {want}"))
+    ids = trace.taps.get("tokens")
+    for name in REQUIRED_TAPS:
+        if name not in trace.taps:
+            problems.append(Problem("missing", name, "", "present", True, f"tap {name} is missing"))
+    if ids is None or ids.size == 0 or ids.ndim != 1:
+        problems.append(Problem("empty", "tokens", "0 tokens", "at least 1", True, "the run holds no token"))
+    elif expected_tokens is not None and not np.array_equal(ids, np.asarray(expected_tokens)):
+        text = f"tap tokens holds {_start(ids)}, the run was asked for {_start(np.asarray(expected_tokens))}"
+        problems.append(Problem("metadata", "tokens", _start(ids), _start(np.asarray(expected_tokens)), True, text))
+    unfit = _unfit(trace, checkpoint)
+    for name, why in unfit.items():
+        kind = "dtype" if why.startswith("dtype") else "shape"
+        problems.append(Problem(kind, name, why, "", True, f"tap {name}: {why}"))
+        if name in REQUIRED_TAPS:
+            problems.append(Problem("missing", name, why, "usable", True, f"tap {name} cannot be used: {why}"))
+    told = {problem.name for problem in problems}
+    for fault in found.faults:
+        if not any(f"tap {name} " in f"{fault} " or f"tap {name}:" in str(fault) for name in told):
+            problems.append(Problem("metadata", "trace", str(fault), "", True, str(fault)))
+            if "id " in str(fault):
+                problems.append(Problem("missing", "tokens", str(fault), "", True, "tokens cannot be used"))
+    for name in found.unknown:
+        problems.append(Problem("extra", name, name, "", True, f"tap {name} is in no table of known names"))
+    return problems, unfit
+
+
+def _unfit(trace: Trace, checkpoint: Checkpoint) -> dict[str, str]:
+    ids = trace.taps.get("tokens")
+    specs = taps.expected(checkpoint.config, len(ids) if ids is not None and ids.ndim else 0)
+    out = {}
+    for name, tap in trace.taps.items():
+        spec = specs.get(name)
+        if spec is None:
+            continue
+        stored = DTYPE_NAMES.get(tap.dtype, str(tap.dtype))
+        if stored not in spec.dtypes:
+            out[name] = f"dtype {stored}, expected {' or '.join(spec.dtypes)}"
+        elif len(tap.shape) != len(spec.shape) or any(
+            isinstance(want, int) and want != have for want, have in zip(spec.shape, tap.shape, strict=True)
+        ):
+            out[name] = f"shape {list(tap.shape)}, expected {list(spec.shape)}"
+    return out
+
+
+def _start(ids: np.ndarray) -> str:
+    shown = ", ".join(str(int(i)) for i in ids.reshape(-1)[:8])
+    return f"{ids.size} ids: {shown}{', ..' if ids.size > 8 else ''}"
+
+
+def _result(
+    trace: Trace,
+    checkpoint: Checkpoint,
+    owner: Rebase,
+    problems: list[Problem],
+    tensors: list[TensorRow],
+    rows: list[TapRow],
+    logits: tuple[TokenRow, ...],
+) -> Result:
+    known = [name for name in owner.order if not name.endswith("attn.u")]
+    compared = {row.tap for row in rows if row.compared > 0}
+    shown = {row.name for row in tensors}
+    weights = bits.weights(checkpoint)
+    judged_nothing = not any(row.compared for row in rows)
+    if judged_nothing:
+        problems = [*problems, Problem("empty", "taps", "0 compared", "at least 1", True, "nothing was compared")]
+    ok = (
+        not any(problem.fatal for problem in problems)
+        and all(row.passed for row in rows)
+        and all(row.passed for row in tensors)
+        and all(row.passed for row in logits)
+    )
+    ids = trace.taps.get("tokens")
+    meta = trace.metadata
+    return Result(
+        engine=meta.get("engine", ""),
+        engine_version=meta.get("engine_version", ""),
+        checkpoint=meta.get("checkpoint", ""),
+        export=checkpoint.export,
+        config_sha256=checkpoint.config.sha256,
+        arithmetic=meta.get("arithmetic", ""),
+        schedule=meta.get("schedule", ""),
+        tokens=() if ids is None else tuple(int(i) for i in ids.reshape(-1)),
+        layers=checkpoint.config.text.num_hidden_layers,
+        passed=ok,
+        first_divergence=None if ok else _divergence(problems, tensors, rows, logits),
+        problems=tuple(problems),
+        tensors=tuple(tensors),
+        taps=tuple(rows),
+        logits=logits,
+        coverage=Coverage(
+            taps_known=len(known),
+            taps_compared=len(compared),
+            taps_missing=tuple(name for name in known if name not in compared),
+            taps_unknown=tuple(problem.name for problem in problems if problem.kind == "extra"),
+            tensors_known=len(weights),
+            tensors_compared=len(shown),
+            tensors_missing=tuple(name for name in weights if name not in shown),
+            elements=sum(row.compared for row in rows),
+        ),
+        statistics=replace(owner.statistics(0), checks=len(rows) * FAMILIES),
+    )
+
+
+def _divergence(
+    problems: list[Problem], tensors: list[TensorRow], rows: list[TapRow], logits: tuple[TokenRow, ...]
+) -> Divergence:
+    """The first failing step; without one, what else failed: operands, tokens, the trace itself."""
+    for row in rows:
+        if not row.passed:
+            return first_failure(row)
+    for tensor in tensors:
+        if not tensor.passed:
+            line = f"first divergence: TENSOR {tensor.name} ({tensor.part}): {tensor.message}"
+            return Divergence(tensor.name, tensor.layer, tensor.part, "operand", line)
+    for token in logits:
+        if not token.passed:
+            line = (
+                f"first divergence: TAP logits (free-running) at token {token.position}: largest log-probability "
+                f"difference {token.max_diff:.4g}, allowed {token.max_diff_allowed:.4g}"
+            )
+            return Divergence("logits", None, "tokens -> logits", "token", line)
+    problem = next(problem for problem in problems if problem.fatal)
+    line = f"first divergence: {problem.kind.upper()} {problem.name}: {problem.message}"
+    return Divergence(problem.name, None, "", problem.kind, line)
+
+
+def first_failure(row: TapRow) -> Divergence:
+    """`first divergence: TAP name (step): which check, by how much`."""
+    bad = next((check for check in row.checks if not check.passed), None)
+    name = bad.name if bad is not None else "empty"
+    far = f" ({bad.ratio:.3g} times the allowed error)" if bad is not None and math.isfinite(bad.ratio) else ""
+    what = row.message or "nothing compared"
+    line = f"first divergence: TAP {row.tap} ({row.step}): {what}" + (far if far and far not in what else "")
+    return Divergence(row.tap, row.layer, row.step, name, line)
