@@ -81,7 +81,7 @@ class WeightsPlan:
     staging: int
     """Largest host working set of one conversion."""
     deferred: int
-    """Bytes of BF16 experts that are quantised on their way and never resident."""
+    """Bytes that this rank's part of the BF16 experts would take; they are quantised on their way, never resident."""
     peak: int
     peak_device: int
     peak_host: int
@@ -114,7 +114,7 @@ def weights_plan(
         tensors=count,
         bytes_read=sum(_bytes_read(section, tensors) for section in sections),
         staging=max((b.staging(on_host=on_host) for b in made), default=0),
-        deferred=sum(b.source_bytes() for b in made if b.action == "quantise"),
+        deferred=sum(2 * math.prod(b.cut.shape(b.stored.weight.shape)) for b in made if b.action == "quantise"),
         peak=peak,
         peak_device=device,
         peak_host=peak_host,
