@@ -170,19 +170,25 @@ class Dsa(Part):
         return self.select(scores, state.length)
 
     def __call__(
-        self, x: np.ndarray, state: DsaState, tap: Tap, selected: np.ndarray | None = None, pad: int = 0
+        self,
+        x: np.ndarray,
+        state: DsaState,
+        tap: Tap,
+        selected: np.ndarray | None = None,
+        pad: int = 0,
+        indexed: bool = True,
     ) -> np.ndarray:
         """attn.in -> attn.out. The first `pad` rows see nothing, are seen by nothing and give 0.
 
         `selected`: token sets to use instead of the indexer's; a shared layer must be given one. The sets used are left
-        in `state.selected`.
+        in `state.selected`. `indexed=False`: the indexer does not see these rows.
         """
         real = x[..., pad:, :]
         r = self.q_resid(real)
         state.latent = np.concatenate([state.latent, self.latent(real)], axis=-2)
         tap("attn.q_resid", r)
         tap("attn.latent", state.latent[..., state.length :, :])
-        chosen = None if self.shared else self.choose(real, r, state, tap)
+        chosen = self.choose(real, r, state, tap) if indexed and not self.shared else None
         selected = chosen if selected is None else selected
         if selected is None:
             raise SelectionError("indexer_types: a shared layer comes before any full one, or was run without its sets")
@@ -435,6 +441,16 @@ class TextModel:
         The first `pad` tokens are left padding: they go through the layers, change nothing at the others, and have
         neither taps nor logits. Raises `TokenIdError`, `PaddingError`.
         """
+        logits = self.logits(self.run(tokens, tap, pad))
+        reporter(tap, "")("logits", logits)
+        return logits
+
+    def decode(self, token: int | np.ndarray, tap: Tap | None = None) -> np.ndarray:
+        """Feeds one token (or one per leading axis); returns its logits [.., V]."""
+        return self.prefill(np.asarray(token)[..., None], tap)[..., 0, :]
+
+    def run(self, tokens: Sequence[int] | np.ndarray, tap: Tap | None = None, pad: int = 0) -> np.ndarray:
+        """As `prefill`, but returns what enters lm_head: final.norm [.., T, D]."""
         tokens = self._checked(tokens)
         *batch, T = tokens.shape
         if not 0 <= pad <= T:
@@ -442,7 +458,7 @@ class TextModel:
         if pad and self.state.length:
             raise PaddingError(f"pad: {pad} after {self.state.length} real tokens; padding is on the left")
         if T == 0:
-            return np.zeros((*batch, 0, self.config.vocab_size))
+            return np.zeros((*batch, 0, self.config.hidden_size))
         if self.state.length == 0:
             self.state = self.fresh(tuple(batch))
         report = reporter(tap, "")
@@ -458,13 +474,7 @@ class TextModel:
         report("final.hidden", hidden)
         y = self.final_norm(hidden)
         report("final.norm", y)
-        logits = self.logits(y)
-        report("logits", logits)
-        return logits
-
-    def decode(self, token: int | np.ndarray, tap: Tap | None = None) -> np.ndarray:
-        """Feeds one token (or one per leading axis); returns its logits [.., V]."""
-        return self.prefill(np.asarray(token)[..., None], tap)[..., 0, :]
+        return y
 
     def _checked(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = np.asarray(tokens)

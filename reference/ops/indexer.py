@@ -40,7 +40,9 @@ def project(ar: Arithmetic, x: np.ndarray, r: np.ndarray, w: Weights, h: int) ->
         "indexer.k",
     )
     gate = ar.linear(x, w.linear("index_kpool_compress_gate"), "indexer.gate")
-    weights = ar.single(ar.linear(x, w.linear("weights_proj.weight"), "indexer.weights") * rsqrt(h), "indexer.weights")
+    weights = ar.single(
+        ar.linear(x, w.linear("weights_proj.weight"), "indexer.weights") * rsqrt(np.asarray(h)), "indexer.weights"
+    )
     return Projected(q.reshape(*q.shape[:-1], h, q.shape[-1] // h), k, gate, weights)
 
 
@@ -70,7 +72,7 @@ def scores(
     *B, T, h, p = q.shape
     P = pool_keys.shape[-2]
     assert weights.shape == (*B, T, h), (q.shape, weights.shape)
-    scaled = ar.maybe(ar.single(q * rsqrt(p), "indexer.q_scaled"), "indexer.q_scaled")
+    scaled = ar.maybe(ar.single(q * rsqrt(np.asarray(p)), "indexer.q_scaled"), "indexer.q_scaled")
     keys = np.swapaxes(pool_keys, -1, -2)
     out = np.empty((*B, T, P))
     step = max(1, TILE // max(1, int(np.prod(B)) * h * P))

@@ -68,7 +68,7 @@ def inputs(ar: Arithmetic, q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.nd
         length = ar.single(np.sqrt(ar.single(total(row * row), f"kda.{name}.square") + QK_EPS), f"kda.{name}.length")
         return ar.maybe(ar.single(row / length[..., None], f"kda.{name}.unit"), f"kda.{name}.unit")
 
-    return Inputs(ar.single(unit(q, "q") * rsqrt(d), "kda.q.scaled"), unit(k, "k"), v, g, beta)
+    return Inputs(ar.single(unit(q, "q") * rsqrt(np.asarray(d)), "kda.q.scaled"), unit(k, "k"), v, g, beta)
 
 
 def recurrent(ar: Arithmetic, x: Inputs, M: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -79,7 +79,7 @@ def absorbed(ar: Arithmetic, q: np.ndarray, c: np.ndarray, selected: np.ndarray,
 
 def weigh(ar: Arithmetic, logits: np.ndarray, selected: np.ndarray, N: int) -> np.ndarray:
     """q . k [.., T, H, W] -> softmax over the selected tokens at scale N^-0.5, 0 elsewhere (and everywhere if none)."""
-    scaled = ar.single(logits * rsqrt(N), "mla.scaled")
+    scaled = ar.single(logits * rsqrt(np.asarray(N)), "mla.scaled")
     share = softmax(np.where((selected >= 0)[..., None, :], scaled, -np.inf))
     return ar.maybe(ar.single(share, "mla.softmax"), "mla.softmax")
 
