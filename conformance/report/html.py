@@ -10,24 +10,25 @@ from typing import Any
 import jinja2
 
 from conformance.judge.result import Result
+from conformance.pairwise import Pair
 from conformance.report import numbers, view
 
 _HERE = Path(__file__).parent
 
 
-def write(results: Sequence[Result], path: str | os.PathLike[str]) -> None:
+def write(results: Sequence[Result], path: str | os.PathLike[str], pairs: Sequence[Pair] = ()) -> None:
     """Write the page under a temporary name and rename it. An empty list is a page that says FAIL."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(render(results), encoding="utf-8")
+        temporary.write_text(render(results, pairs), encoding="utf-8")
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def render(results: Sequence[Result]) -> str:
-    """The page as text."""
+def render(results: Sequence[Result], pairs: Sequence[Pair] = ()) -> str:
+    """The page as text; `pairs` are the taps of two traces held against each other."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_HERE), autoescape=True, undefined=jinja2.StrictUndefined
     )
@@ -37,6 +38,8 @@ def render(results: Sequence[Result]) -> str:
         title=", ".join(dict.fromkeys(f"{result.engine} on {result.checkpoint}" for result in results)) or "no run",
         passed=bool(results) and all(result.passed for result in results),
         runs=[_run(result) for result in results],
+        pairs=[pair for pair in pairs if pair.rows or pair.fault],
+        pairs_total=len(pairs),
         share=view.share,
         style=_inline("page.css"),
         script=_inline("page.js"),

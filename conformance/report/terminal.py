@@ -22,11 +22,17 @@ def print_report(results: Sequence[Result], console: Console | None = None) -> N
 
     No runs at all is a failure and says so.
     """
-    console = console or Console()
+    console = console or default_console()
     if not results:
         console.print("[bold red]FAIL[/] nothing was compared", soft_wrap=True)
     for result in results:
         _print(result, console)
+
+
+def default_console(quiet: bool = False) -> Console:
+    """As wide as the terminal; 120 columns where there is none, since a log cuts nothing."""
+    console = Console(quiet=quiet)
+    return console if console.is_terminal else Console(quiet=quiet, width=120)
 
 
 def _print(result: Result, console: Console) -> None:
