@@ -11,6 +11,10 @@ class TraceError(InputError):
     """A trace file or a recorded tap is not what the format `glm53-trace/1` says."""
 
 
+class TraceUnreadableError(TraceError):
+    """The file is missing, is a directory, or may not be read."""
+
+
 class TraceTruncatedError(TraceError):
     """The file ends before the bytes its own header announces, or goes on after them."""
 

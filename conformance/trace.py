@@ -31,6 +31,7 @@ from conformance.errors import (
     TraceMetadataError,
     TraceScheduleError,
     TraceTruncatedError,
+    TraceUnreadableError,
 )
 from conformance.taps import expected
 from reference.errors import InputError
@@ -186,12 +187,15 @@ class Trace:
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """Read a file strictly; the arrays are read-only views of the mapped file.
 
-        Raises TraceTruncatedError, TraceHeaderError, TraceFormatError, TraceMetadataError, TraceScheduleError or
-        TapMissingError, each naming the file and the tap or key. Shapes are not checked here: that needs a config
-        (`validate`).
+        Raises TraceUnreadableError, TraceTruncatedError, TraceHeaderError, TraceFormatError, TraceMetadataError,
+        TraceScheduleError or TapMissingError, each naming the file and the tap or key. Shapes are not checked here:
+        that needs a config (`validate`).
         """
         path = Path(path)
-        header, start = _read_header(path)
+        try:
+            header, start = _read_header(path)
+        except OSError as error:
+            raise TraceUnreadableError(f"{path}: cannot be read: {error.strerror or error}") from None
         metadata = header.pop("__metadata__", {})
         _check_metadata(path, metadata)
         data = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)

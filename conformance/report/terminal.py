@@ -15,6 +15,7 @@ from conformance.report.numbers import count, decimal, percent, plural, ratio
 SHOWN_TAPS = 8
 SHOWN_VALUES = 4
 SHOWN_TENSORS = 8
+SHOWN_PROBLEMS = 8
 
 
 def print_report(results: Sequence[Result], console: Console | None = None) -> None:
@@ -48,9 +49,11 @@ def _print(result: Result, console: Console) -> None:
     for tile in view.tiles(result):
         figures.add_row(f"  {tile.label}", f"[{'red' if tile.failed else 'bold'}]{tile.value}[/]", escape(tile.note))
     console.print(figures)
-    for problem in result.problems:
-        if problem.fatal:
-            console.print(f"  [red]{escape(problem.kind)}[/] {escape(problem.message)}", soft_wrap=True)
+    fatal = [problem for problem in result.problems if problem.fatal]
+    for problem in fatal[:SHOWN_PROBLEMS]:
+        console.print(f"  [red]{escape(problem.kind)}[/] {escape(problem.message)}", soft_wrap=True)
+    if len(fatal) > SHOWN_PROBLEMS:
+        console.print(f"  and {plural(len(fatal) - SHOWN_PROBLEMS, 'more problem')}")
     failing = result.failing_taps()
     _tap_table(result, failing, console)
     for row in failing[:SHOWN_VALUES]:

@@ -140,6 +140,13 @@ def test_a_fatal_problem_without_a_divergence_is_the_first_line():
     assert any(line.strip().startswith("empty") for line in lines[1:])
 
 
+def test_many_problems_are_counted():
+    problems = tuple(Problem("extra", f"x{i}", "", "", True, f"x{i} is unknown") for i in range(11))
+    text = printed(result(failing=False, passed=False, problems=problems))
+    assert text.count("is unknown") == 1 + terminal.SHOWN_PROBLEMS
+    assert "and 3 more problems" in text
+
+
 def test_failing_values_are_printed_exactly():
     text = printed(result())
     assert f"[3, 1, 0] expected -0.731058578 ({EXPECTED.hex()}), actual -0.7421875 ({ACTUAL.hex()})" in text

@@ -153,6 +153,12 @@ def test_a_file_that_ends_in_its_header_is_refused(tmp_path, size):
         Trace.load(path)
 
 
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    for path in (tmp_path / "none.trace", tmp_path):
+        with pytest.raises(e.TraceUnreadableError, match=f"{path.name}: cannot be read"):
+            Trace.load(path)
+
+
 def test_bytes_after_the_last_tap_are_refused(tmp_path):
     path = tmp_path / "a.trace"
     traced().save(path)
