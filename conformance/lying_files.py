@@ -340,6 +340,14 @@ def answer(directory: Path, files: Files, **options: Any) -> str:
     return "loaded"
 
 
+def peak_memory(*, reset: bool = False) -> int:
+    """The most resident memory of this process, in bytes, since it was last reset (Linux)."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
 def run(directory: Path, sound: Files, seed: int, cases: range, advance: Callable[[], None] = lambda: None) -> Tally:
     """Cases of a seed, one after the other, in `directory` (which holds `sound`)."""
     tally = Tally()

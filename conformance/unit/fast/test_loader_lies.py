@@ -2,7 +2,6 @@
 
 import gc
 import os
-import resource
 import shutil
 import struct
 
@@ -233,14 +232,15 @@ def small(tmp_path_factory):
 def test_mutations_load_right_or_are_refused(small, export, seed):
     """120 mutated directories; the long run is `glm53 bench fuzz`."""
     directory, sound = small[export]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = lying_files.peak_memory(reset=True)
     tally = lying_files.run(directory, sound, seed, range(120))
-    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    grown = lying_files.peak_memory() - before
     assert sum(tally.answers.values()) == 120
     assert tally.answers["loaded"] > 10
     assert len(tally.answers) > 15
     assert len(tally.kinds) == len(lying_files.KINDS)
     assert grown < 100 << 20
+    assert tally.slowest < 2.0, tally.slowest_case
 
 
 def test_the_fuzz_can_fail(small, monkeypatch):
