@@ -1,8 +1,8 @@
 """One decoder layer: mixers, feed-forward and hyper-connections bound to their weights.
 
-T tokens, C streams, D hidden. Every product goes through `fast.linear`, every equation lives in `fast.ops`. With a
-communicator the row-parallel products (o_proj, down_proj) stay fp32 partial sums until they are reduced, then are
-rounded once; without one the same rounding happens at the product.
+T tokens, C streams, D hidden. Every product goes through `fast.linear`, every equation lives in `fast.ops`. Where a
+weight's columns are divided among ranks its products (o_proj, down_proj, the sum of routed and shared experts) stay
+fp32 partial sums until they are reduced, and are rounded once after that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fast.linear import linear
 from fast.ops import indexer, kda, mhc, mla, mlp, norm, router
+from fast.sharding import Mesh
 from fast.state import DsaState, KdaState
 
 Tap = Callable[[str, Any], None]
@@ -25,8 +26,18 @@ PREFIX = "model.language_model"
 class Communicator(Protocol):
     """Joins the ranks of one model."""
 
-    def all_reduce(self, tensor: Tensor, site: str) -> Tensor:
-        """fp32 [T, D] partial sums of every rank -> their sum, the same bits on every rank."""
+    @property
+    def mesh(self) -> Mesh:
+        """Sizes, and this rank's place."""
+
+    def all_reduce(self, tensor: Tensor, site: str, *, everyone: bool) -> Tensor:
+        """fp32 partial sums [T, D] of the TP group, or of `everyone` -> their sum in rank order, equal on all ranks."""
+
+    def all_gather(self, tensor: Tensor, site: str) -> list[Tensor]:
+        """The tensors of the TP group, in rank order."""
+
+    def same(self, tensor: Tensor, site: str) -> None:
+        """Raises unless every rank has the same integers."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +50,22 @@ class Setting:
     communicator: Communicator | None = None
 
     @property
-    def partial(self) -> torch.dtype:
-        return self.dtype if self.communicator is None else torch.float32
+    def mesh(self) -> Mesh:
+        return Mesh() if self.communicator is None else self.communicator.mesh
 
-    def join(self, partial: Tensor, site: str) -> Tensor:
+    def same(self, choice: Tensor, site: str) -> None:
+        """What every rank chooses for itself has to be one choice."""
         if self.communicator is not None:
-            partial = self.communicator.all_reduce(partial, site)
+            self.communicator.same(choice, site)
+
+    def partial(self, parts: int) -> torch.dtype:
+        """What a product is kept in that `parts` ranks hold parts of."""
+        return self.dtype if parts == 1 else torch.float32
+
+    def join(self, partial: Tensor, site: str, *, everyone: bool = False) -> Tensor:
+        """The one all-reduce of a mixer or an MLP, then the one rounding."""
+        if self.communicator is not None and (self.mesh.world if everyone else self.mesh.tp) > 1:
+            partial = self.communicator.all_reduce(partial, site, everyone=everyone)
         return partial.to(self.dtype)
 
 
@@ -89,7 +110,7 @@ class Kda:
                 tap(f"{self.name}.attn.{leaf}", value)
         gate = linear(linear(x, self.g_a), self.g_b).view(T, H, d)
         y = kda.gated_norm(core, gate, self.o_norm, self.eps)
-        return self.setting.join(linear(y, self.o, self.setting.partial), f"{self.name}.attn")
+        return self.setting.join(linear(y, self.o, self.setting.partial(self.setting.mesh.tp)), f"{self.name}.attn")
 
 
 class Indexer:
@@ -163,6 +184,7 @@ class Dsa:
             if selected is None:
                 visible = torch.arange(start + 1, start + T + 1, device=x.device)
                 selected = self.indexer(x, r, state, visible, tap)
+                self.setting.same(selected, f"{self.name}.indexer.selected")
         assert selected is not None, f"{self.name}: an indexer of type shared before any full one"
         if tap is not None:
             pad = self.selected - selected.shape[1]
@@ -173,7 +195,7 @@ class Dsa:
         )
         if tap is not None:
             tap(f"{self.name}.attn.core", core)
-        out = linear(core.reshape(T, -1), self.o, self.setting.partial)
+        out = linear(core.reshape(T, -1), self.o, self.setting.partial(self.setting.mesh.tp))
         return self.setting.join(out, f"{self.name}.attn"), selected
 
     def _extend(self, own: Indexer, x: Tensor, c: Tensor, state: DsaState, tap: Tap | None) -> None:
@@ -197,7 +219,8 @@ class Dense:
 
     def __call__(self, x: Tensor, tap: Tap | None, indices: Tensor | None = None) -> Tensor:
         """x [T, D] -> mlp.out [T, D]."""
-        return self.setting.join(mlp.dense(x, self.block, self.limit, self.setting.partial), f"{self.name}.mlp")
+        out = mlp.dense(x, self.block, self.limit, self.setting.partial(self.setting.mesh.tp))
+        return self.setting.join(out, f"{self.name}.mlp")
 
 
 class Moe:
@@ -217,6 +240,7 @@ class Moe:
         scores = torch.sigmoid(logits)
         if indices is None:
             indices = router.choose(scores, self.bias, text.num_experts_per_tok, text.n_group, text.topk_group)
+            self.setting.same(indices, f"{self.name}.router.indices")
         weights = router.weigh(scores, indices, normalise=text.norm_topk_prob, factor=text.routed_scaling_factor)
         if tap is not None:
             for leaf, value in (("logits", logits), ("indices", indices), ("weights", weights)):
@@ -224,14 +248,23 @@ class Moe:
         return indices, weights
 
     def __call__(self, x: Tensor, tap: Tap | None, indices: Tensor | None = None) -> Tensor:
-        """x [T, D] -> mlp.out [T, D]: routed experts plus the shared one, each rounded to storage, then the sum."""
-        limit, setting = self.text.swiglu_limit, self.setting
-        routed = mlp.routed(x, self.bank, *self.route(x, tap, indices), limit).to(setting.partial)
-        shared = mlp.dense(x, self.shared, limit, setting.partial)
+        """x [T, D] -> mlp.out [T, D]: routed experts plus the shared one, each rounded to storage, then the sum.
+
+        With more than one rank neither is rounded before the reduction. Ranks after the first TP group leave the
+        shared expert out: it enters the sum once.
+        """
+        limit, setting, mesh = self.text.swiglu_limit, self.setting, self.setting.mesh
+        partial = setting.partial(mesh.world)
+        total = mlp.routed(x, self.bank, *self.route(x, tap, indices), limit, setting.partial(mesh.expert_tp))
+        total = total.to(partial)
         if tap is not None:
-            tap(f"{self.name}.routed.out", routed)
-            tap(f"{self.name}.shared.out", shared)
-        return setting.join(routed.float() + shared.float(), f"{self.name}.mlp")
+            tap(f"{self.name}.routed.out", total)
+        if mesh.adds_shared:
+            shared = mlp.dense(x, self.shared, limit, partial)
+            if tap is not None:
+                tap(f"{self.name}.shared.out", shared)
+            total = total.float() + shared.float()
+        return setting.join(total, f"{self.name}.mlp", everyone=True)
 
 
 def projections(weights: Any, stem: str) -> mlp.Projections:

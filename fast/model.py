@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast.errors import InputError
+from fast.errors import InputError, MeshError
 from fast.layers import PREFIX, Communicator, Layer, Setting, Tap
 from fast.linear import ROWS, linear
 from fast.loader import Weights, load
@@ -58,6 +58,8 @@ class TextModel:
         self.config = self.weights.config
         text = self.config.text
         self.setting = Setting(dtype, kda_chunk, mla == "absorbed", communicator)
+        if self.setting.mesh != self.weights.mesh:
+            raise MeshError(f"weights of {self.weights.mesh} for a model of {self.setting.mesh}")
         self.layers = [Layer(self.weights, i, text, self.setting) for i in range(text.num_hidden_layers)]
         self.embed_tokens = self.weights.tensor(f"{PREFIX}.embed_tokens.weight")
         self.norm = self.weights.tensor(f"{PREFIX}.norm.weight")
@@ -86,7 +88,7 @@ class TextModel:
             raise PaddingError(f"pad: {pad} of {len(ids)} tokens after {self.state.length}, expected before the first")
         ids = ids[pad:]
         parts = [self.logits(self.run(part, tap), tap) for part in ids.split(self.window)] if len(ids) else []
-        return torch.cat(parts) if parts else self.lm_head.new_empty(0, self.lm_head.shape[0], dtype=torch.float32)
+        return torch.cat(parts) if parts else torch.empty(0, self.config.text.vocab_size, device=self.device)
 
     def decode(self, token: int, tap: Tap | None = None) -> Tensor:
         """One token -> logits [V] fp32."""
@@ -113,8 +115,15 @@ class TextModel:
         return torch.cat([self.final(streams, tap) for streams in rows])
 
     def embed(self, ids: Tensor, tap: Tap | None = None) -> Tensor:
-        """ids [T] -> [T, D]."""
-        x = self.embed_tokens[ids].to(self.setting.dtype)
+        """ids [T] -> [T, D]. Where the vocabulary is divided, each rank looks up its own rows and the sum is exact."""
+        rows = self.embed_tokens.shape[0]
+        if rows == self.config.text.vocab_size:
+            x = self.embed_tokens[ids].to(self.setting.dtype)
+        else:
+            local = ids - rows * self.setting.mesh.tp_rank
+            found = ((local >= 0) & (local < rows))[:, None]
+            x = self.embed_tokens[local.clamp(0, rows - 1)].float() * found
+            x = self.setting.join(x, "embed")
         if tap is not None:
             tap("embed", x)
         return x
@@ -133,6 +142,9 @@ class TextModel:
         """hidden [T, D] -> logits [T, V] fp32, row by row for at most `ROWS` rows."""
         parts = hidden.split(1) if hidden.shape[0] <= ROWS else (hidden,)
         logits = torch.cat([linear(part.clone(), self.lm_head, torch.float32) for part in parts])
+        if logits.shape[1] != self.config.text.vocab_size:
+            assert self.setting.communicator is not None
+            logits = torch.cat(self.setting.communicator.all_gather(logits, "logits"), dim=-1)
         if tap is not None:
             tap("logits", logits)
         return logits

@@ -35,12 +35,15 @@ def dense(x: Tensor, weights: Projections, limit: float, out: torch.dtype | None
     return linear(product, weights.down, out)
 
 
-def routed(x: Tensor, bank: Any, indices: Tensor, weights: Tensor, limit: float) -> Tensor:
+def routed(
+    x: Tensor, bank: Any, indices: Tensor, weights: Tensor, limit: float, out: torch.dtype | None = None
+) -> Tensor:
     """x [T, D], indices [T, k] int, weights [T, k] fp32 -> sum over slots of weight * expert(x), [T, D] fp32.
 
     `bank` holds the experts first .. first + count - 1; the others contribute zero here (another rank has them). Tokens
-    are grouped by expert and only experts that were chosen are visited. An expert's output is rounded to storage; the
-    weighted sum is fp32, slot 0 first, so that the order does not depend on how the tokens were grouped.
+    are grouped by expert and only experts that were chosen are visited. An expert's output is rounded to `out` (default
+    storage; fp32 where the rank holds a part of its columns); the weighted sum is fp32, slot 0 first, so that the order
+    does not depend on how the tokens were grouped.
     """
     (T, D), k = x.shape, indices.shape[1]
     assert indices.shape == weights.shape == (T, k), (T, tuple(indices.shape), tuple(weights.shape))
@@ -48,14 +51,14 @@ def routed(x: Tensor, bank: Any, indices: Tensor, weights: Tensor, limit: float)
     flat = indices.reshape(-1).long()
     order = torch.argsort(flat, stable=True)
     experts, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    contributions = x.new_zeros(T * k, D)
+    contributions = x.new_zeros(T * k, D, dtype=out)
     start = 0
     for expert, count in zip(experts.tolist(), counts.tolist(), strict=True):
         slots, start = order[start : start + count], start + count
         i = expert - bank.first
         if 0 <= i < bank.count:
             block = Projections(bank.gate[i], bank.up[i], bank.down[i])
-            contributions[slots] = dense(x[slots // k], block, limit)
+            contributions[slots] = dense(x[slots // k], block, limit, out)
     contributions = contributions.view(T, k, D)
     total = weights[:, 0, None] * contributions[:, 0].float()
     for slot in range(1, k):

@@ -210,42 +210,6 @@ def test_a_window_is_a_chunk(weights):
     assert np.array_equal(one, feed(TextModel(weights("odd")), ids, [30, 30, 17]))
 
 
-class Alone:
-    """A communicator of one rank, which notes what it is asked to reduce."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-
-    def all_reduce(self, tensor: torch.Tensor, site: str) -> torch.Tensor:
-        self.calls.append((site, tuple(tensor.shape), tensor.dtype))
-        return tensor
-
-
-def test_one_reduction_after_each_mixer_and_each_mlp(weights):
-    """In fp32, where the partial sums need no rounding before they meet, a lone rank changes no bit."""
-    communicator = Alone()
-    model = TextModel(weights("tiny"), dtype=torch.float32, communicator=communicator)
-    text, ids = model.config.text, prompt(model, 30)
-    logits = feed(model, ids, [30])
-    sites = [f"layers.{i}.{part}" for i in range(text.num_hidden_layers) for part in ("attn", "mlp")]
-    assert communicator.calls == [(site, (30, text.hidden_size), torch.float32) for site in sites]
-    assert np.array_equal(logits, feed(TextModel(weights("tiny"), dtype=torch.float32), ids, [30]))
-
-
-def test_partial_sums_are_reduced_before_they_are_rounded(weights):
-    """Two ranks' halves sum to the whole only if neither was rounded to bf16: here each rank gives 1/2."""
-
-    class Halves(Alone):
-        def all_reduce(self, tensor: torch.Tensor, site: str) -> torch.Tensor:
-            assert tensor.dtype == torch.float32
-            third = tensor / 3
-            return third + (tensor - third)
-
-    ids = prompt(TextModel(weights("tiny")), 20)
-    found = feed(TextModel(weights("tiny"), communicator=Halves()), ids, [20])
-    assert np.isfinite(found).all()
-
-
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

@@ -68,6 +68,7 @@ def test_later_rows_take_the_first_selection_and_the_rows_since(tmp_path, geomet
     state = oracle.fresh()
     y, selected = block.run(hidden[:seen], ids[:seen])
     wanted = oracle.rows(hidden[:seen].double().numpy(), ids[:seen].numpy(), state)
+    assert state.selected is not None
     first = np.sort(state.selected[-1:], axis=-1)
     y = y[-1:]
     for step in range(3):

@@ -1,0 +1,100 @@
+"""fast.distributed and fast.worker: real processes. Their sums are those of ranks as threads, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from conformance.unit.fast.runs import tokens
+from conformance.unit.fast.threads import Thread, on_ranks
+from fast.distributed import NotLaunchedError, Ranks
+from fast.generate import generate
+from fast.loader import load
+from fast.model import TextModel
+from fast.worker import Job, RunFailedError, launch, run
+
+LAUNCHER = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory, checkpoint):
+    """What each rank saw, by scenario."""
+    folder = tmp_path_factory.mktemp("scenarios")
+    directories = [str(checkpoint("tiny", "nvidia", seed)) for seed in (0, 1)]
+    command = [*LAUNCHER, "-m", "conformance.unit.fast.rank_scenarios", str(folder), *directories]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    seen = [json.loads((folder / f"scenarios-{rank}.json").read_text()) for rank in (0, 1)]
+    return [{line["scenario"]: line for line in lines} for lines in seen]
+
+
+def test_ranks_meet_and_part(scenarios):
+    first, second = scenarios
+    for seen in (first, second):
+        assert seen["reduce"]["result"] == str([1.0, 0.0]), "2^-24 is lost beside 1 whatever the order; 2^30 cancels"
+        assert seen["gather"]["result"] == "[0, 1]"
+        assert seen["agree"]["error"] == "RankMismatchError"
+        assert seen["agree"]["message"] == "tokens: rank 0 has [1, 2, 3], rank 1 has [1, 2, 4]"
+        assert seen["agree again"]["result"] == seen["same"]["result"] == "None"
+        assert seen["swapped"]["error"] == "RankMismatchError"
+        assert seen["swapped"]["message"].startswith("layers.3.indexer.selected: ranks ")
+        assert seen["other weights"]["error"] == "RankMismatchError"
+        assert seen["other weights"]["message"].startswith("checkpoint (sha256 of the norm weights): rank 0 has ")
+    assert [seen["load"]["result"] for seen in (first, second)] == ["0", "1"]
+    assert first["fail"]["error"] == "RankFailedError"
+    assert first["fail"]["message"] == "reading: rank 1 failed: MissingFileError: tokens.txt: not there"
+    assert second["fail"]["error"] == "MissingFileError"
+    for ending, site in (("silent", "layers.2.attn"), ("lost", "layers.3.mlp")):
+        assert first[ending]["error"] == "RankLostError"
+        assert first[ending]["message"].startswith(f"rank 0: another rank is gone or silent for 3 s at {site} (")
+
+
+def test_processes_are_the_threads_bit_for_bit(checkpoint):
+    directory = checkpoint("tiny", "nvidia")
+    job = Job(str(directory), tokens(3, 30, 512).tolist(), "", prefill=[21, 5], tp=2, ep=2)
+
+    def alone(ranks: Thread) -> dict[str, torch.Tensor]:
+        mesh = ranks.mesh
+        weights = load(directory, tp=2, ep=2, rank=mesh.rank, progress=False)
+        return run(TextModel(weights, communicator=ranks), job)
+
+    for found, expected in zip(launch(job), on_ranks(2, 2, alone), strict=True):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_generated_text_is_that_of_one_rank(checkpoint):
+    """In fp32, where no rounding of partial sums can tip a choice; drafts on, states returned, operands shown."""
+    directory, prompt = checkpoint("tiny", "libertai"), tokens(4, 20, 512).tolist()
+    name = "model.language_model.layers.0.self_attn.o_proj.weight"
+    job = Job(str(directory), prompt, "", tp=2, ep=2, arithmetic="fp32", new=8, drafts=2, taps="", operands=[name])
+    found = launch(job)
+    expected, _ = generate(TextModel(directory, dtype=torch.float32), prompt, 8)
+    assert [ranks["tokens"].tolist() for ranks in found] == [expected, expected]
+    assert all("state.mtp.latent" in ranks for ranks in found)
+    whole = load(directory, progress=False).tensor(name)
+    parts = [ranks[f"operands.{name}.value"] for ranks in found]
+    assert np.array_equal(torch.cat(parts, dim=1).view(torch.int16).numpy(), whole.view(torch.int16).numpy())
+
+
+def test_a_refusal_is_one_message(checkpoint):
+    """What is wrong, not that some process ended; before any weight is read, on every rank."""
+    job = Job(str(checkpoint("odd", "nvidia")), [1, 2], "", prefill=[2], tp=4)
+    with pytest.raises(
+        RunFailedError, match=r"^rank \d: .*layers\.0\.self_attn\.\S+: 6 .* do not divide among 4 ranks$"
+    ):
+        launch(job)
+
+
+def test_ranks_need_a_launcher(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(NotLaunchedError, match="RANK is not set"):
+        Ranks(tp=2)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(NotLaunchedError, match="tp 2, ep 1 need 2 processes, the launcher started 3"):
+        Ranks(tp=2)
