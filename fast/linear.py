@@ -22,6 +22,12 @@ BLOCK_BYTES = 1 << 26
 """Bound on the fp32 copy of a weight that is alive at a time."""
 
 
+def exact_sums() -> None:
+    """Forbid CUDA's matrix products to sum in less than fp32: no bf16 partial sums, no TF32 factors."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
 def linear(x: Tensor, weight: Any, out: torch.dtype | None = None) -> Tensor:
     """x [T, K] times weight [N, K] transposed -> [T, N] in `out` (default: x's dtype).
 

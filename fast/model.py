@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fast.errors import InputError, MeshError
 from fast.layers import PREFIX, Communicator, Layer, Setting, Tap
-from fast.linear import ROWS, linear
+from fast.linear import ROWS, exact_sums, linear
 from fast.loader import Weights, load
 from fast.ops import norm
 from fast.state import KdaState, State
@@ -54,6 +54,8 @@ class TextModel:
         if kda_chunk < 1 or window < 1:
             raise InputError(f"kda_chunk {kda_chunk} and window {window}: expected at least 1")
         self.device, self.window = torch.device(device), window
+        if self.device.type == "cuda":
+            exact_sums()
         self.weights = source if isinstance(source, Weights) else load(source, device=device, mtp=mtp)
         self.config = self.weights.config
         text = self.config.text
