@@ -10,9 +10,6 @@ held, except what the caller keeps.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -132,7 +129,7 @@ class Store:
         while len(self.slabs) < count:
             size = self._sizes[len(self.slabs)]
             name = f"slab {len(self.slabs)}"
-            self.slabs.append(_huge(torch.empty(size, dtype=torch.uint8, device=self.device)))
+            self.slabs.append(torch.empty(size, dtype=torch.uint8, device=self.device))
             self._slack.append(self.ledger.charge(name, "alignment", "weights", size))
 
     def place(self, slot: Slot, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -215,16 +212,6 @@ def _device(device: str | torch.device) -> torch.device:
     if found.type != "cpu":
         raise E.HardwareError(f"device {device}: expected cpu or cuda")
     return found
-
-
-def _huge(slab: Tensor) -> Tensor:
-    """Ask for 2 MiB pages under a slab in host memory: touching it first is otherwise half the work of loading."""
-    page = 2 << 20
-    if slab.device.type == "cpu" and sys.platform == "linux" and slab.numel() >= 2 * page:
-        start = -(-slab.data_ptr() // page) * page
-        length = (slab.data_ptr() + slab.numel() - start) // page * page
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
-    return slab
 
 
 def _unified(device: torch.device) -> bool:
