@@ -155,6 +155,21 @@ def sum_quantile(partitions: Sequence[npt.NDArray[np.floating]], probability: fl
     return math.sqrt(square)
 
 
+def size_quantile(
+    partitions: Sequence[npt.NDArray[np.floating]], mean: float, probability: float, most: int | None = None
+) -> float:
+    """Quantile of a sum of squares with this mean and these parts [B,G], centred: Wilson and Hilferty's cube.
+
+    Matched to the mean and the variance, so that a sum of few squares keeps its long tail.
+    """
+    variance = max(float(np.mean(np.sum(np.square(parts, dtype=np.float64), axis=-1))) for parts in partitions)
+    if variance <= 0 or mean <= 0:
+        return mean
+    reach = sum_quantile(partitions, 2.0 * probability, most) / math.sqrt(variance)
+    c = variance / (9.0 * mean * mean)
+    return float(mean * (1.0 - c + reach * math.sqrt(c)) ** 3)
+
+
 def centred(parts: npt.NDArray[np.floating]) -> Floats:
     """[B,G] minus each group's mean over the samples, scaled so that the variance stays unbiased."""
     wide = np.asarray(parts, np.float64)

@@ -1,0 +1,83 @@
+"""Options of `pytest conformance`, checkpoints made once per session, and the report of the conformance runs.
+
+Results travel from xdist's workers to the controller as JSON in the reports' user properties; the controller writes
+them into one page and one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.judge.result import Result
+
+RESULT = "glm53-result"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("conformance")
+    group.addoption("--engine", default="fast", help="engine under test: a shipped name or package.module:Class")
+    group.addoption("--export", choices=("nvidia", "libertai"), help="only checkpoints of this export")
+    group.addoption("--checkpoint", type=Path, metavar="DIR", help="judge this directory, not synthetic checkpoints")
+    group.addoption("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    group.addoption("--ep", type=int, default=1, metavar="N", help="expert-parallel ranks")
+    group.addoption("--device", metavar="NAME", help="cpu or cuda")
+    group.addoption("--report", type=Path, metavar="FILE", help="write FILE (.html) and the same results as .json")
+
+
+@pytest.fixture(scope="session")
+def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """(geometry, export) -> directory of a synthetic checkpoint, made when first asked for."""
+    from conformance import checkpoints
+
+    made: dict[tuple[str, str], Path] = {}
+
+    def directory(geometry: str, export: str) -> Path:
+        key = geometry, export
+        if key not in made:
+            place = tmp_path_factory.mktemp("synthetic") / f"{geometry}-{export}"
+            made[key] = checkpoints.make(place, export, geometry, seed=0)
+        return made[key]
+
+    return directory
+
+
+class Collected:
+    """Gathers the results of all workers and reports them when the session ends."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        for name, value in report.user_properties:
+            if name == RESULT:
+                self.results[report.nodeid] = value
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        results = [Result.from_json(text) for _, text in sorted(self.results.items())]
+        if not results:
+            return
+        terminalreporter.section("conformance")
+        for result in results:
+            worst = max((row.max_ratio for row in result.taps if row.kind == "bounded"), default=0.0)
+            terminalreporter.write_line(
+                f"{'pass' if result.passed else 'FAIL'} {result.engine} on {result.checkpoint}, {result.schedule}: "
+                f"{result.coverage.taps_compared} taps, {result.coverage.elements} values, largest error/allowed "
+                f"{worst:.2f}, flips {result.excused} of {result.flips} excused"
+            )
+            if result.first_divergence is not None:
+                terminalreporter.write_line(result.first_divergence.line)
+        path = config.getoption("--report")
+        if path is not None:
+            from conformance.report import html, machine
+
+            html.write(results, path.with_suffix(".html"))
+            machine.write(results, path.with_suffix(".json"))
+            terminalreporter.write_line(f"report: {path.with_suffix('.html')}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Collected(), "glm53-collected")

@@ -1,0 +1,54 @@
+"""The engine under test against the reference: every tap, every operand, every token, on synthetic checkpoints.
+
+Both exports, both small geometries, one real text, prefilled in one go and in odd chunks, then decoded token by token.
+`--engine`, `--checkpoint`, `--device`, `--tp`, `--ep` choose what is judged.
+"""
+
+import numpy as np
+import pytest
+
+from conformance import suite
+from conformance.cases.runs import DECODED, text_tokens
+from conformance.conftest import RESULT
+from conformance.engines import registry
+from conformance.judge import Rebase
+from reference.checkpoint import open_checkpoint
+
+GEOMETRIES = ("tiny", "odd")
+EXPORTS = ("nvidia", "libertai")
+PROMPT = 200
+
+
+def pytest_generate_tests(metafunc):
+    """One test per checkpoint and case; a real checkpoint takes the place of the synthetic ones."""
+    if "place" not in metafunc.fixturenames:
+        return
+    option = metafunc.config.getoption
+    if option("--checkpoint") is not None:
+        places = [pytest.param(("given", ""), id=option("--checkpoint").name)]
+    else:
+        exports = [option("--export")] if option("--export") else EXPORTS
+        places = [pytest.param((g, e), id=f"{g}-{e}-seed0") for g in GEOMETRIES for e in exports]
+    metafunc.parametrize("place", places)
+
+
+@pytest.mark.parametrize("case", suite.CASES, ids=lambda case: case.name)
+def test_the_engine_agrees_with_the_reference(place, case, synthetic, request, record_property):
+    option = request.config.getoption
+    directory = option("--checkpoint") if place[0] == "given" else synthetic(*place)
+    checkpoint = open_checkpoint(directory)
+    engine = registry.create(option("--engine"))
+    engine.open(directory, **suite.engine_options(device=option("--device"), tp=option("--tp"), ep=option("--ep")))
+    ids = suite.prompt(checkpoint)
+    assert suite.fits(case, ids), f"{len(ids)} tokens are too few for {case.name}"
+    result = suite.run(engine, checkpoint, ids, case, judge=Rebase(checkpoint))
+    record_property(RESULT, result.to_json())
+    assert result.passed, result.first_divergence.line
+    if option("--engine") == "fast":
+        assert not result.coverage.taps_missing
+        assert not result.coverage.tensors_missing
+
+
+def test_the_text_is_long_enough():
+    assert len(text_tokens()) >= PROMPT + DECODED
+    assert np.any(text_tokens() >= 128), "the text must hold bytes outside ASCII"
