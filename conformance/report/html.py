@@ -41,6 +41,8 @@ def render(results: Sequence[Result], pairs: Sequence[Pair] = ()) -> str:
         pairs=[pair for pair in pairs if pair.rows or pair.fault],
         pairs_total=len(pairs),
         share=view.share,
+        severity=view.severity,
+        worst_check=view.worst_check,
         style=_inline("page.css"),
         script=_inline("page.js"),
     )

@@ -21,6 +21,13 @@ def ratio(value: float) -> str:
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
+def short(value: float) -> str:
+    """A ratio where room is scarce: two decimals, and what they cannot show as a bound."""
+    if math.isnan(value) or math.isinf(value) or value == 0 or value >= 100:
+        return ratio(value)
+    return f"{value:.2f}" if value >= 0.005 else "<.01"
+
+
 def decimal(value: float) -> str:
     """A compared value: nine significant digits tell any two float32 values apart."""
     return f"{value:.9g}"

@@ -74,7 +74,7 @@ def _first_line(result: Result) -> str:
 
 
 def _tap_table(result: Result, failing: list[TapRow], console: Console) -> None:
-    rows = failing or sorted(result.taps, key=lambda row: -row.max_ratio if row.max_ratio == row.max_ratio else 0)
+    rows = failing or sorted(result.taps, key=lambda row: -view.severity(row))
     if not rows:
         return
     table = Table(
@@ -85,11 +85,13 @@ def _tap_table(result: Result, failing: list[TapRow], console: Console) -> None:
         padding=(0, 1),
     )
     table.add_column("tap", no_wrap=True)
+    table.add_column("worst check", no_wrap=True)
     for name in ("max", "p99.9", "median", "bias", "worst row", "outside"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows[:SHOWN_TAPS]:
         table.add_row(
             escape(row.tap),
+            f"{ratio(view.severity(row))} {escape(view.worst_check(row).name)}",
             ratio(row.max_ratio),
             ratio(row.p999_ratio),
             ratio(row.median_ratio),

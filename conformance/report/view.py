@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.judge.result import Result, TapRow, TensorRow
-from conformance.report.numbers import NOTHING, count, plural, ratio
+from conformance.judge.result import Check, Result, TapRow, TensorRow
+from conformance.report.numbers import NOTHING, count, plural, ratio, short
 
 MAP_COLUMNS = 400
 SHOWN_FAILURES = 24
@@ -29,7 +29,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Cell:
-    """Worst ratio of one tap of one layer; `text` is empty where nothing was compared."""
+    """Worst found / allowed of one tap of one layer; `text` is empty where nothing was compared."""
 
     text: str
     level: int
@@ -68,9 +68,20 @@ def verdict(result: Result) -> str:
     return fatal[0].message if fatal else "nothing was compared"
 
 
+def worst_check(row: TapRow) -> Check:
+    """The check of a step that comes closest to its allowance or exceeds it most; without checks, its largest value."""
+    element = Check("element", row.max_ratio, 1.0, row.max_ratio, row.max_ratio <= 1, "")
+    return max(row.checks, key=lambda check: _order(check.ratio), default=element)
+
+
+def severity(row: TapRow) -> float:
+    """Found / allowed of the worst check of a step: above 1 exactly when the step fails."""
+    return worst_check(row).ratio
+
+
 def tiles(result: Result) -> list[Tile]:
     rows = result.taps
-    worst = max(rows, key=lambda row: _order(row.max_ratio), default=None)
+    worst = max(rows, key=lambda row: _order(severity(row)), default=None)
     failing = sum(not row.passed for row in rows)
     bad_tensors = sum(not row.passed for row in result.tensors)
     agree = sum(row.agree for row in result.logits)
@@ -85,8 +96,8 @@ def tiles(result: Result) -> list[Tile]:
             failing > 0 or not rows,
         ),
         Tile(
-            "Worst error / allowed",
-            ratio(worst.max_ratio) if worst else NOTHING,
+            "Worst found / allowed",
+            ratio(severity(worst)) if worst else NOTHING,
             worst.tap if worst else "nothing compared",
             bool(worst and not worst.passed),
         ),
@@ -157,9 +168,9 @@ def layer_kind(result: Result, layer: int) -> str:
 def _cell(title: str, rows: Sequence[TapRow]) -> Cell:
     if not rows:
         return Cell("", 0, False, f"{title}: not compared")
-    worst = max((row.max_ratio for row in rows), key=_order)
+    worst = max((severity(row) for row in rows), key=_order)
     failed = any(not row.passed for row in rows)
-    return Cell(ratio(worst), level(worst), failed, f"{title}: {ratio(worst)} of the allowed error")
+    return Cell(short(worst), level(worst), failed, f"{title}: {ratio(worst)} of what is allowed")
 
 
 def level(value: float) -> int:

@@ -326,13 +326,13 @@ def test_the_matrix_keeps_dataflow_order_and_marks_failures():
         ("2", "DSA", False),
     ]
     by_name = dict(zip(names, rows[1].cells, strict=True))
-    assert (by_name["attn.g"].text, by_name["attn.g"].failed, by_name["attn.g"].level) == ("24.4", True, 9)
+    assert (by_name["attn.g"].text, by_name["attn.g"].failed, by_name["attn.g"].level) == ("24.40", True, 9)
     assert (by_name["attn.q_resid"].text, by_name["attn.q_resid"].level) == ("", 0)
 
 
 def test_two_steps_into_one_tap_show_the_worse():
     rows = (tap(0, "layers.0.out", 0, 0.2), tap(1, "layers.0.out", 0, 0.7))
-    assert view.matrix(result(taps=rows))[1][0].cells[0].text == "0.700"
+    assert view.matrix(result(taps=rows))[1][0].cells[0].text == "0.70"
 
 
 def test_the_heat_map_holds_every_token_and_survives_strange_values():
@@ -389,6 +389,14 @@ def test_shades(value, level):
 )
 def test_ratios_have_three_digits(value, text):
     assert numbers.ratio(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (0.0049, "<.01"), (0.005, "0.01"), (0.994, "0.99"), (0.996, "1.00"), (123.4, "123"), (math.inf, "∞")],
+)
+def test_short_ratios(value, text):
+    assert numbers.short(value) == text
 
 
 @pytest.mark.parametrize(
