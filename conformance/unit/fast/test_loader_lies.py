@@ -230,7 +230,7 @@ def small(tmp_path_factory):
 @pytest.mark.parametrize("seed", range(2))
 @BOTH
 def test_mutations_load_right_or_are_refused(small, export, seed):
-    """120 mutated directories; the long run is `glm53 bench fuzz`."""
+    """120 mutated directories; the long run is `glm53 bench lies`."""
     directory, sound = small[export]
     before = lying_files.peak_memory(reset=True)
     tally = lying_files.run(directory, sound, seed, range(120))
