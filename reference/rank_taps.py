@@ -5,8 +5,8 @@ A tap follows the tensors that make it (rules as in `reference.sharding`):
     heads       attn.q .k .v .g .core [.., T, H, d], attn.beta [.., T, H], attn.state [.., H, d, d]: rank r of a TP
                 group holds the r-th range of H/tp heads, as it does of channel, query and key-value rows
     channels    attn.conv_state [.., K-1, 3*H*d]: the same heads' channels of q, then of k, then of v
-    sum         routed.out: a partial sum on every rank; shared.out: one on every rank of the first TP group, nothing
-                (zeros, or no tap) on the others
+    sum         routed.out: a partial sum on every rank; shared.out: one on every rank of the first TP group, no tap
+                on the others
     replicated  everything else, attn.out and mlp.out (after the all-reduce) included: the same bits on every rank
 
 TP groups after the first repeat the mixers of the first, bit for bit.
@@ -37,7 +37,7 @@ class RankDisagreementError(InputError):
 
 
 class RankShapeError(InputError):
-    """The parts of one tap have different shapes, or there are not as many as ranks."""
+    """The parts of one tap have different shapes, or are not those of as many ranks as there are."""
 
 
 def rule_of(name: str) -> str:
@@ -48,16 +48,25 @@ def rule_of(name: str) -> str:
     return "channels" if leaf == CHANNELS else "sum" if leaf in SUMS else "replicated"
 
 
-def join(name: str, parts: Sequence[np.ndarray], mesh: Mesh) -> np.ndarray:
-    """The whole tap from the parts of ranks 0, 1, ..; the dtype stays, sums are float64 and taken in rank order.
+def ranks_with(name: str, mesh: Mesh) -> range:
+    """The ranks that have this tap."""
+    return range(mesh.tp if _leaf(name) == "shared.out" else mesh.world)
 
-    Only the sizes of `mesh` matter. Raises `RankShapeError`, `RankDisagreementError`.
+
+def join(name: str, found: Sequence[np.ndarray | None], mesh: Mesh) -> np.ndarray:
+    """The whole tap from what ranks 0, 1, .. have of it; the dtype stays, sums are float64 and taken in rank order.
+
+    None stands for no such tap; ranks that `ranks_with` does not name are not looked at. Only the sizes of `mesh`
+    matter. Raises `RankShapeError`, `RankDisagreementError`.
     """
-    parts = [np.asarray(part) for part in parts]
-    if len(parts) != mesh.world:
-        raise RankShapeError(
-            f"{name}: parts of {len(parts)} ranks, expected {mesh.world} of tp {mesh.tp}, ep {mesh.ep}"
-        )
+    if len(found) != mesh.world:
+        raise RankShapeError(f"{name}: {len(found)} ranks, expected {mesh.world} of tp {mesh.tp}, ep {mesh.ep}")
+    parts = []
+    for rank in ranks_with(name, mesh):
+        part = found[rank]
+        if part is None:
+            raise RankShapeError(f"{name}: absent on rank {rank}")
+        parts.append(np.asarray(part))
     for rank, part in enumerate(parts):
         if (part.shape, part.dtype) != (parts[0].shape, parts[0].dtype):
             raise RankShapeError(
@@ -65,9 +74,8 @@ def join(name: str, parts: Sequence[np.ndarray], mesh: Mesh) -> np.ndarray:
             )
     rule = rule_of(name)
     if rule == "sum":
-        adding = parts if _leaf(name) == "routed.out" else parts[: mesh.tp]
-        out = adding[0].astype(np.float64)
-        for part in adding[1:]:
+        out = parts[0].astype(np.float64)
+        for part in parts[1:]:
             out = out + part.astype(np.float64)
         return out
     distinct = 1 if rule == "replicated" else mesh.tp

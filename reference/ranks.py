@@ -135,6 +135,15 @@ class RankMoe(Moe):
         """As `Moe.shared`, a partial sum; zeros outside the first TP group."""
         return super().shared(x) if self.mesh.adds_shared_expert() else np.zeros_like(x)
 
+    def __call__(self, x: np.ndarray, tap: Tap, indices: np.ndarray | None = None) -> np.ndarray:
+        """As `Moe`, a partial sum. Outside the first TP group there is no shared.out."""
+
+        def listen(name: str, value: np.ndarray) -> None:
+            if name != "shared.out" or self.mesh.adds_shared_expert():
+                tap(name, value)
+
+        return super().__call__(x, listen, indices)
+
 
 class Fan:
     """A tap for the whole model and one for each rank. Called itself, it reports the same to all."""
@@ -202,7 +211,7 @@ class ShardedLayer(Layer):
 
         parts = [run(rank, listener(rank)) for rank in range(self.mesh.world)]
         for name in heard[0]:
-            whole = join(name, [taps[name] for taps in heard], self.mesh)
+            whole = join(name, [taps.get(name) for taps in heard], self.mesh)
             if fan.whole is not None:
                 fan.whole(name, whole)
         return parts
