@@ -36,6 +36,10 @@ class Lane(StrEnum):
     arm64 = "arm64"
 
 
+STEPS = {Lane.features: 2, Lane.blas: 10, Lane.numpy: 2, Lane.arm64: 3}
+"""Runs of a lane on the machines we know, for the progress bar."""
+
+
 @app.command("verify")
 def verify_command(
     directory: Directory = GOLDEN, only: Only = "*", json_file: Json = None, quiet: Quiet = False
@@ -44,8 +48,9 @@ def verify_command(
 
     Example: glm53 golden verify --only 'trace-tiny-nvidia-*'
     """
+    total = len(verify.chosen(only))
     with step_bar("golden files", quiet) as advance:
-        verdict = verify.verify(directory, only=only, progress=lambda name: advance(1))
+        verdict = verify.verify(directory, only=only, progress=lambda name: advance(total))
     write_json(json_file, asdict(verdict))
     for finding in verdict.findings:
         for line in finding.lines():
@@ -71,8 +76,9 @@ def regen_command(
 
     Example: glm53 golden regen --reason "the router breaks ties by index"
     """
+    total = len(verify.chosen(only))
     with step_bar("golden files", quiet) as advance:
-        result = verify.regen(directory, reason, only=only, progress=lambda name: advance(1))
+        result = verify.regen(directory, reason, only=only, progress=lambda name: advance(total))
     write_json(json_file, asdict(result))
     for finding in result.changed:
         for line in finding.lines(most=12):
@@ -103,8 +109,10 @@ def portable_command(
     Example: glm53 golden portable --lane features --lane blas
     """
     outcomes: list[Outcome] = []
+    wanted = lane or list(Lane)
+    total = sum(STEPS[name] for name in set(wanted))
     with step_bar("lanes", quiet) as advance:
-        for outcome in _outcomes(lane or list(Lane), directory, workdir, lambda label: advance(1)):
+        for outcome in _outcomes(wanted, directory, workdir, lambda label: advance(total)):
             outcomes.append(outcome)
             if outcome.problem or not quiet:
                 typer.echo(outcome.line())

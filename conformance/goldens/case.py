@@ -44,8 +44,9 @@ class Item:
         return hashlib.sha256(plain_bytes(self.value)).hexdigest()
 
     def row_digests(self) -> np.ndarray:
-        """[rows, 8] u8: the beginning of each row's sha256."""
-        digests = [hashlib.sha256(plain_bytes(row)).digest()[:ROW_DIGEST_BYTES] for row in self.value]
+        """[rows, 8] u8: the beginning of each row's sha256, floats as float64 whatever dtype holds them."""
+        wide = self.value if self.value.dtype.kind in "iu" else self.value.astype(np.float64)
+        digests = [hashlib.sha256(plain_bytes(row)).digest()[:ROW_DIGEST_BYTES] for row in wide]
         return np.frombuffer(b"".join(digests), np.uint8).reshape(len(self.value), ROW_DIGEST_BYTES)
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import ml_dtypes
 import numpy as np
 
 from conformance.goldens.case import Item
-
-_ORDER = {8: np.int64, 4: np.int32, 2: np.int16}
 
 
 @dataclass(frozen=True)
@@ -61,16 +58,19 @@ def hexed(value: np.generic) -> str:
 
 
 def steps(expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """How many representable values apart, elementwise, as Python integers; integers count by their difference."""
-    if expected.dtype.kind in "iu" and expected.dtype != np.dtype(ml_dtypes.bfloat16):
-        return np.abs(expected.astype(object) - actual.astype(object))
+    """How many representable values apart, elementwise, as uint64; both zeros are one value, integers subtract."""
+    ranks = [_rank(x) for x in (expected, actual)]
+    return np.where(ranks[0] > ranks[1], ranks[0] - ranks[1], ranks[1] - ranks[0])
 
-    def rank(x: np.ndarray) -> np.ndarray:
-        signed = np.ascontiguousarray(x).view(_ORDER[x.dtype.itemsize]).astype(np.int64)
-        lowest = -(1 << (8 * x.dtype.itemsize - 1))
-        return np.where(signed < 0, lowest - signed, signed).astype(object)
 
-    return np.abs(rank(expected) - rank(actual))
+def _rank(x: np.ndarray) -> np.ndarray:
+    """uint64 that grows with the value by one per step."""
+    middle = np.uint64(1 << 63)
+    if x.dtype.kind in "iu":
+        return x.astype(np.int64).view(np.uint64) + middle
+    raw = np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").astype(np.uint64)
+    sign = np.uint64(1 << (8 * x.dtype.itemsize - 1))
+    return np.where(raw & sign, middle - (raw & ~sign), middle + raw)
 
 
 def elements(name: str, expected: np.ndarray, actual: np.ndarray, rows: tuple[int, ...] | None) -> Difference | None:

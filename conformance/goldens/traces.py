@@ -128,8 +128,8 @@ STORED = [
 
 CHUNKED = {"kda": "chunked", "kda_chunk": 16, "mla": "absorbed"}
 RECIPES = {
-    "long-tiny-nvidia-bf16": Run("tiny", "nvidia", "bf16", (64, 1, 67, 3, 30), 16),
-    "long-odd-libertai-exact": Run("odd", "libertai", "exact", (64, 1, 67, 3, 30), 16),
+    "long-tiny-nvidia-bf16": Run("tiny", "nvidia", "bf16", (64, 1, 35, 3), 9),
+    "long-odd-libertai-exact": Run("odd", "libertai", "exact", (64, 1, 35, 3), 9),
     "padded-tiny-libertai-exact": Run("tiny", "libertai", "exact", (38,), 3, pad=5),
     "padded-odd-nvidia-bf16": Run("odd", "nvidia", "bf16", (38,), 3, pad=3),
     "chunked-tiny-nvidia-exact": Run("tiny", "nvidia", "exact", options=CHUNKED),

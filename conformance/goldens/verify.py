@@ -48,11 +48,15 @@ class Finding:
     differences: list[Difference] = field(default_factory=list)
 
     def lines(self, most: int = 4) -> Iterator[str]:
-        """For a person: what is wrong, the first differences, how many more."""
+        """For a person: what is wrong, the first differences, the first with values in any case, how many more."""
         if self.problem:
             yield f"{self.case}: {self.problem}"
-        for difference in self.differences[:most]:
+        shown = self.differences[:most]
+        for difference in shown:
             yield f"{self.case}: {difference}"
+        valued = next((difference for difference in self.differences if difference.index), None)
+        if valued is not None and valued not in shown:
+            yield f"{self.case}: then {valued}"
         if len(self.differences) > most:
             yield f"{self.case}: and {len(self.differences) - most} more tensors that differ"
 
