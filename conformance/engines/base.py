@@ -134,6 +134,32 @@ def as_numpy(value: Any) -> np.ndarray:
     return tensor.numpy()
 
 
+def drafts(name: str, value: Any, most: int | None = None) -> int:
+    """Option `mtp`, the number of drafts: 0 to `most`. Raises EngineOptionError."""
+    if not isinstance(value, int) or value < 0 or (most is not None and value > most):
+        limit = "0 or more" if most is None else f"0 to {most}"
+        raise EngineOptionError(f"engine {name}: option mtp={value!r}, expected {limit}")
+    return value
+
+
+def told(drafts: int) -> dict[str, str]:
+    """The number of drafts as metadata: only of a run that had any."""
+    return {"mtp": str(drafts)} if drafts else {}
+
+
+class Hidden:
+    """A tap that passes everything on and keeps what enters lm_head, for a draft block to read afterwards."""
+
+    def __init__(self, tap: Callable[[str, Any], None]) -> None:
+        self._tap = tap
+        self.parts: list[Any] = []
+
+    def __call__(self, name: str, value: Any) -> None:
+        if name == "final.norm":
+            self.parts.append(value)
+        self._tap(name, value)
+
+
 def feed(model: Any, ids: np.ndarray, schedule: Schedule, vocab: int, tap: Callable[[str, Any], None]) -> np.ndarray:
     """Drive a model that has the verbs `prefill(tokens, tap=, pad=)` and `decode(token, tap=)`; -> logits [T, V].
 

@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import transformers
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import DynamicCache
 from transformers.models.glm5_next import modeling_glm5_next as modeling
 from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
@@ -34,6 +33,7 @@ from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextCo
 from conformance.engines.base import BaseEngine, as_numpy
 from conformance.engines.transformers_taps import Observer
 from conformance.errors import EngineOptionError
+from conformance.lift import Lift
 from reference.checkpoint import open_checkpoint
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -146,17 +146,6 @@ class TransformersEngine(BaseEngine):
                     tensor = tensor[parts]
                 return {"value": as_numpy(tensor)}
         return None
-
-
-class Lift(TorchFunctionMode):
-    """Double precision in place of the single precision that code asks for by name."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.float:
-            return args[0].double()
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        named = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return func(*args, **named)
 
 
 def build(checkpoint: Any, dtype: torch.dtype, attention: str) -> Any:
