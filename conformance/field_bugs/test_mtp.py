@@ -33,7 +33,7 @@ def overheard(block: Any, method: str) -> list[np.ndarray]:
     act = getattr(block, method)
 
     def listen(hidden: Any, *rest: Any, **more: Any) -> Any:
-        seen.append(np.array(hidden))
+        seen.append(np.array(hidden.numpy() if isinstance(hidden, torch.Tensor) else hidden))
         return act(hidden, *rest, **more)
 
     setattr(block, method, listen)
