@@ -1,9 +1,9 @@
 """Bytes out of safetensors files: mapped, in pieces, by a few threads, each piece scanned while it is in cache.
 
-A piece is at most `PIECE` bytes of a tensor (a row, where a column cut meets a wider one). The pages of a finished
-piece are given back at once, so mapped memory never exceeds one piece per thread. On CUDA every thread owns one pinned
-buffer of that size. `read` may return before the bytes are there; `flush` waits, and raises the first refusal in the
-order of the calls, whichever thread found it.
+A piece is at most `PIECE` bytes of a tensor (a row, where a column cut meets a wider one). A thread maps just its
+piece and unmaps it when done, so mapped memory never exceeds one piece per thread, whatever the kernel maps around a
+fault. On CUDA every thread owns one pinned buffer of that size. `read` may return before the bytes are there; `flush`
+waits, and raises the first refusal in the order of the calls, whichever thread found it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,12 @@ from fast.nvfp4 import E4M3_NAN
 from fast.sharding import Slice
 from fast.shards import WIDTHS, Directory, TensorInfo
 
-PIECE = 1 << 20
+PIECE = 2 << 20
 INLINE = 1 << 16
 """Tensors up to this size are not worth a thread's attention."""
 
 SCAN = 1 << 18
 """Bytes copied and then scanned at a time: they stay in cache in between."""
-
-AROUND = 2 << 20
-"""Bytes that Linux may map around a faulting page: a huge page of the page cache."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -58,7 +55,6 @@ class Reader:
         """Bytes passed over so far; a cut by columns counts whole rows."""
         self.seconds = 0.0
         """Time the caller spent in `read` and `flush`."""
-        self._maps: dict[int, mmap.mmap] = {}
         self._pool = ThreadPoolExecutor(threads(), "read")
         self._pending: deque[Future[None]] = deque()
         self._windows: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
@@ -121,12 +117,8 @@ class Reader:
             raise
 
     def close(self) -> None:
-        """Give up files and mappings."""
+        """Give up files and threads."""
         self._pool.shutdown(cancel_futures=True)
-        for mapped in self._maps.values():
-            with contextlib.suppress(BufferError):
-                mapped.close()
-        self._maps.clear()
         self.directory.close()
         self._windows = queue.SimpleQueue()
 
@@ -142,7 +134,7 @@ class Reader:
         scanned: bool,
     ) -> None:
         info = self.directory.tensors[name]
-        source = self._mapped(info.shard, start, stop)
+        mapped, source = self._map(info.shard, start, stop)
         held = None if target.device.type == "cpu" else self._windows.get()
         try:
             for done, part in _parts(source, rows, PIECE if held is None else held.numel()):
@@ -158,24 +150,18 @@ class Reader:
             if held is not None:
                 self._windows.put(held)
         del source, part
-        self._forget(info.shard, start, stop)
+        mapped.close()
+        if self.evict:
+            os.posix_fadvise(self.directory.shards[info.shard].fd, start, stop - start, os.POSIX_FADV_DONTNEED)
 
-    def _mapped(self, index: int, start: int, stop: int) -> Bytes:
+    def _map(self, index: int, start: int, stop: int) -> tuple[mmap.mmap, Bytes]:
+        """A mapping of bytes start .. stop of a shard, and a view of exactly these."""
         shard = self.directory.shards[index]
+        low = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         if os.fstat(shard.fd).st_size != shard.size:
             raise E.FileChangedError(f"{shard.path}: no longer the {shard.size} bytes that were checked")
-        if index not in self._maps:
-            self._maps[index] = mmap.mmap(shard.fd, 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(self._maps[index], np.uint8, stop - start, start)
-
-    def _forget(self, index: int, start: int, stop: int) -> None:
-        """Give the pages of a finished piece back, with those the kernel mapped around its faults; they are clean, so
-        a neighbour that is still reading one faults it in again."""
-        low = max(0, start // mmap.PAGESIZE * mmap.PAGESIZE - AROUND)
-        high = min(stop + AROUND, self.directory.shards[index].size)
-        self._maps[index].madvise(mmap.MADV_DONTNEED, low, high - low)
-        if self.evict:
-            os.posix_fadvise(self.directory.shards[index].fd, low, high - low, os.POSIX_FADV_DONTNEED)
+        mapped = mmap.mmap(shard.fd, stop - low, access=mmap.ACCESS_READ, offset=low)
+        return mapped, np.frombuffer(mapped, np.uint8, stop - start, start - low)
 
 
 def _parts(source: Bytes, rows: tuple[int, slice] | None, most: int) -> list[tuple[int, Bytes]]:
