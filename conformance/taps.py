@@ -1,8 +1,14 @@
 """Every tap name of `glm53-trace/1` for one config: its axes and dtype.
 
 The table below is interfaces.md section 2 with the dimension letters of the README. Axes of the MTP block and of the
-vision tower whose length the token list does not fix stay letters (`M` draft rows, `Y` their complete pools, `N`
-patches, `G` merged patches): they may have any length, but one letter means one length within a trace.
+vision tower whose length the token list does not fix stay letters (`M` rows of the block, `J` of them with an indexer
+of their own, `Y` complete pools of those, `N` patches, `G` merged patches): they may have any length, but one letter
+means one length within a trace.
+
+With K drafts the block has M = T + K - 1 rows. Row i < T - 1 pairs token i's final.norm with token i + 1, row T - 1 the
+last final.norm with the most likely token after the text (the lowest id of equal logits). The others are the later
+drafts of one round: row i takes y of row i - 1 and the most likely token of mtp.logits[i - 1]. With
+`index_share_for_mtp_iteration` these use the set of row T - 1 and all rows since, and have no indexer taps: J = T.
 """
 
 from __future__ import annotations
@@ -115,7 +121,8 @@ def _names(config: Any) -> Iterator[tuple[str, str]]:
     yield from (("final.hidden", "T D"), ("final.norm", "T D"), ("logits", "T V"))
     if text.mtp_layer is not None:
         for name, axes in _MTP.items():
-            yield f"mtp.{name}", " ".join({"T": "M", "P": "Y"}.get(axis, axis) for axis in axes.split())
+            letters = {"T": "J" if name.startswith("indexer.") else "M", "P": "Y"}
+            yield f"mtp.{name}", " ".join(letters.get(axis, axis) for axis in axes.split())
     if config.vision is not None:
         yield "vision.patch_embed", "N Dv"
         yield from ((f"vision.blocks.{block}.out", "N Dv") for block in range(config.vision.depth))

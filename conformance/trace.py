@@ -96,6 +96,11 @@ class Schedule:
         """Number of real tokens fed."""
         return sum(self.prefill) + self.decode
 
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Tokens of each call, in order."""
+        return (*self.prefill, *[1] * self.decode)
+
     @classmethod
     def of(cls, tokens: int, *, decode: int = 0, chunk: int | None = None, pad: int = 0) -> Schedule:
         """The last `decode` of `tokens` one at a time, the rest before them in chunks of `chunk` (default: one)."""

@@ -144,11 +144,27 @@ class Generator:
         if tap is not None:
             self.mtp.logits(y, tap)
 
-    def propose(self, count: int) -> tuple[list[int], list[Tensor]]:
+    def observe(self, hidden: Tensor, tokens: Tensor, cuts: Sequence[int], tap: Tap) -> list[int]:
+        """The block beside a text that the target has just read: `mtp.*` taps, and one round of drafts.
+
+        hidden [T, D] is what entered lm_head at tokens [T]; the block sees them in pieces of `cuts` rows. The last
+        true row pairs with the token that the target gives after the text; the rows of later drafts follow.
+        """
+        assert self.mtp is not None
+        self.mtp.reset()
+        first = self.chooser.draw(self.chooser.probabilities(self.target.logits(hidden[-1:])[0]))
+        after = [*tokens[1:].tolist(), first]
+        start = 0
+        for part in hidden.split(list(cuts)):
+            self._see(part, after[start : start + len(part)], tap)
+            start += len(part)
+        return self.propose(self.drafts, tap)[0]
+
+    def propose(self, count: int, tap: Tap | None = None) -> tuple[list[int], list[Tensor]]:
         """-> `count` drafted tokens and the probabilities each was drawn from. Leaves every state as it was.
 
         The newest true row of the block gives the first draft; each further row takes y of the row before as its
-        hidden and the drafted token's embedding.
+        hidden and the drafted token's embedding. Taps: those of the further rows.
         """
         tokens: list[int] = []
         shares: list[Tensor] = []
@@ -157,11 +173,11 @@ class Generator:
         y, selected = self._y, self._selected
         self.mtp.state.begin()
         while True:
-            shares.append(self.chooser.probabilities(self.mtp.logits(y)[0]))
+            shares.append(self.chooser.probabilities(self.mtp.logits(y, tap if tokens else None)[0]))
             tokens.append(self.chooser.draw(shares[-1]))
             if len(tokens) == count:
                 break
-            y, selected = self.mtp.later(y, torch.tensor(tokens[-1:], device=y.device), selected)
+            y, selected = self.mtp.later(y, torch.tensor(tokens[-1:], device=y.device), selected, tap)
         self.mtp.state.commit(0)
         return tokens, shares
 

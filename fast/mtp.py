@@ -110,15 +110,22 @@ class Mtp:
         y, _ = self.run(hidden, tokens, tap)
         return self.logits(y, tap)
 
-    def later(self, y: Tensor, token: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    def later(self, y: Tensor, token: Tensor, selected: Tensor, tap: Tap | None = None) -> tuple[Tensor, Tensor]:
         """A later draft step of a round: y [1, D] stands in for the hidden that the target has not computed yet.
 
-        With index_share_for_mtp_iteration the round's first selection is used again, plus the rows drafted since.
+        With index_share_for_mtp_iteration the round's first selection is used again, plus the rows drafted since;
+        there are no `mtp.indexer.*` taps of such a row.
         """
         if not self.shares:
-            return self.run(y, token)
+            return self.run(y, token, tap)
         own = torch.full((1, 1), self.state.length, dtype=selected.dtype, device=selected.device)
-        return self.run(y, token, selected=torch.cat([selected, own], dim=-1))
+        return self.run(y, token, _without_indexer(tap), torch.cat([selected, own], dim=-1))
+
+
+def _without_indexer(tap: Tap | None) -> Tap | None:
+    if tap is None:
+        return None
+    return lambda name, value: None if name.startswith(f"{NAME}.indexer.") else tap(name, value)
 
 
 def _add(z: Tensor, out: Tensor) -> Tensor:

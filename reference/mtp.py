@@ -227,22 +227,40 @@ class Speculation:
         self._commit(hidden, [self.policy.pick(logits[0])], tap)
         return self.tokens[-1]
 
-    def draft(self, K: int) -> tuple[list[int], list[np.ndarray]]:
+    def observe(
+        self, hidden: np.ndarray, tokens: Sequence[int] | np.ndarray, cuts: Sequence[int], K: int, tap: Tap
+    ) -> list[int]:
+        """The block beside a text that the target has just read: `mtp.*` taps, and K drafts.
+
+        hidden [T, D] is what entered lm_head at tokens [T]; the block sees them in pieces of `cuts` rows. The last
+        real row pairs with the token that the target gives after the text; the rows of later drafts follow.
+        """
+        first = self.policy.pick(self.block.target.logits(hidden[-1:])[0])
+        after = [int(token) for token in tokens[1:]] + [first]
+        self.state, self.tokens = self.block.fresh(), [int(tokens[0])]
+        ends = np.cumsum(cuts)
+        for start, end in zip([0, *ends], ends, strict=False):
+            self._commit(hidden[start:end], after[start:end], tap)
+        return self.draft(K, tap)[0]
+
+    def draft(self, K: int, tap: Tap | None = None) -> tuple[list[int], list[np.ndarray]]:
         """K tokens after the last one and the logits they were picked from. Leaves every state as it is.
 
         Draft row 0 is the block's newest real row. Each further one takes y of the row before as its hidden and the
-        drafted token's embedding; with `index_share_for_mtp_iteration` it attends to row 0's set and the rows since.
+        drafted token's embedding; with `index_share_for_mtp_iteration` it attends to row 0's set and the rows since,
+        and has no `mtp.indexer.*` taps. Taps: those of the further rows.
         """
         state, y, chosen = replace(self.state), self._y, self.state.selected
         assert chosen is not None
         chosen, drafts, sources = chosen[-1:], list[int](), list[np.ndarray]()
+        share = self.block.config.index_share_for_mtp_iteration
+        listen = _without_indexer(tap) if share else tap
         for step in range(K):
             if step:
-                share = self.block.config.index_share_for_mtp_iteration
                 chosen = np.concatenate([chosen, np.full((1, 1), state.length, np.int32)], axis=-1)
                 selected = np.sort(chosen.view(np.uint32), axis=-1).view(np.int32)  # -1 stays behind the rows
-                y = self.block.rows(y, drafts[-1:], state, selected=selected if share else None)
-            sources.append(self.block.logits(y)[0])
+                y = self.block.rows(y, drafts[-1:], state, listen, selected if share else None)
+            sources.append(self.block.logits(y, listen if step else None)[0])
             drafts.append(self.policy.pick(sources[-1]))
         return drafts, sources
 
@@ -289,3 +307,9 @@ class Speculation:
         if tap is not None:
             self.block.logits(y, tap)
         self._y = y[-1:]
+
+
+def _without_indexer(tap: Tap | None) -> Tap | None:
+    if tap is None:
+        return None
+    return lambda name, value: None if name.startswith("mtp.indexer.") else tap(name, value)
