@@ -19,10 +19,10 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 LAYOUT = """append arange array array_equal asarray atleast_1d broadcast_shapes broadcast_to concatenate empty
     empty_like expand_dims frombuffer full full_like moveaxis put_along_axis ravel_multi_index repeat reshape shape size
-    stack swapaxes take_along_axis where zeros zeros_like"""
+    stack swapaxes take_along_axis unravel_index where zeros zeros_like"""
 TYPES = "dtype errstate float32 float64 floating inf int32 int64 nan ndarray uint32 uint64 uint8"
 ONE_ROUNDING = "abs add copysign floor isfinite isnan multiply nextafter rint sign signbit sqrt subtract"
-COMPARISONS = "any all argwhere clip count_nonzero maximum minimum nonzero prod searchsorted sort unique"
+COMPARISONS = "any all argwhere clip count_nonzero flatnonzero maximum minimum nonzero prod searchsorted sort unique"
 IN_ORDER = "argsort cumsum"  # argsort with kind="stable" only; cumsum adds one after another by definition
 ALLOWED = set(" ".join((LAYOUT, TYPES, ONE_ROUNDING, COMPARISONS, IN_ORDER)).split())
 METHODS = {"sum", "mean", "dot", "prod", "cumsum", "cumprod", "var", "std", "trace", "argpartition", "round"}
@@ -63,7 +63,7 @@ def problems(path: Path, source: str) -> list[str]:
 def _is_ours(call: ast.Call) -> bool:
     """`ar.dot(...)`, `self.dot(...)`: the arithmetic's own products; `layer.sum(...)`: a part of the model."""
     assert isinstance(call.func, ast.Attribute)
-    return ast.unparse(call.func) in ("ar.dot", "self.dot", "self.sum")
+    return ast.unparse(call.func) in ("ar.dot", "self.dot", "self.ar.dot", "self.sum")
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(p.relative_to(ROOT)) for p in FILES])
