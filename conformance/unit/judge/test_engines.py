@@ -54,9 +54,8 @@ def test_the_distribution_announces_what_it_ships():
 
 def test_an_engine_is_found_by_its_import_path(monkeypatch):
     module = types.ModuleType("some_engines")
-    module.Mine = type(
-        "Mine", (), dict.fromkeys(("open", "run", "operands"), lambda self: None) | {"name": "mine", "version": "1"}
-    )
+    verbs = dict.fromkeys(("open", "run", "operands"), lambda self: None)
+    module.__dict__["Mine"] = type("Mine", (), verbs | {"name": "mine", "version": "1"})
     monkeypatch.setitem(sys.modules, "some_engines", module)
     assert registry.create("some_engines:Mine").name == "mine"
 
@@ -119,8 +118,7 @@ def test_a_schedule_for_other_tokens_is_refused(tokens):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("export", ["nvidia", "libertai"])
-@pytest.mark.parametrize("geometry", ["tiny", "odd"])
+@pytest.mark.parametrize(("geometry", "export"), [("tiny", "nvidia"), ("odd", "libertai")])
 @pytest.mark.parametrize("name", COMPUTING)
 def test_every_trace_is_complete_and_sound(name, geometry, export, schedule, tokens, tmp_path):
     """Every tap of the text stack, at the shapes and dtypes of the format, and the file comes back the same."""
@@ -166,7 +164,7 @@ def test_a_tap_filter_keeps_only_what_it_names(tokens):
 
 
 def test_progress_sees_every_tap(tokens):
-    engine, seen = opened("reference"), []
+    engine, seen = opened("reference"), list[str]()
     engine.watch = seen.append
     engine.run(tokens, Schedule.of(COUNT, decode=2), "embed")
     assert seen.count("layers.3.out") == 3

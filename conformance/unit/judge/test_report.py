@@ -112,10 +112,10 @@ def result(failing=True, **changes):
     return dataclasses.replace(made, **changes)
 
 
-def printed(*results):
-    console = Console(file=io.StringIO(), width=140, color_system=None)
-    terminal.print_report(results, console)
-    return console.file.getvalue()
+def printed(*results, width=140):
+    file = io.StringIO()
+    terminal.print_report(results, Console(file=file, width=width, color_system=None))
+    return file.getvalue()
 
 
 # --- the terminal ----------------------------------------------------------------------------------------------------
@@ -175,9 +175,7 @@ def test_square_brackets_are_text_and_not_markup():
 
 
 def test_a_narrow_terminal_keeps_the_first_line_whole():
-    console = Console(file=io.StringIO(), width=40, color_system=None)
-    terminal.print_report([result()], console)
-    assert console.file.getvalue().splitlines()[0] == LINE
+    assert printed(result(), width=40).splitlines()[0] == LINE
 
 
 # --- for programs ----------------------------------------------------------------------------------------------------
@@ -214,7 +212,12 @@ class Outline(html.parser.HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.stack, self.ids, self.references, self.addresses, self.words, self.heads = [], [], [], [], [], []
+        self.stack: list[str] = []
+        self.ids: list[str | None] = []
+        self.references: list[str] = []
+        self.addresses: list[str | None] = []
+        self.words: list[str] = []
+        self.heads: list[str | None] = []
         self.feed(text)
         self.close()
         assert self.stack == [], "unclosed elements"
@@ -225,8 +228,8 @@ class Outline(html.parser.HTMLParser):
             self.stack.append(tag)
         if "id" in known:
             self.ids.append(known["id"])
-        self.references += [known[key] for key in ("aria-labelledby", "for") if key in known]
-        self.references += [known["href"][1:]] if known.get("href", "").startswith("#") else []
+        self.references += [value for key in ("aria-labelledby", "for") if (value := known.get(key))]
+        self.references += [href[1:] for href in (known.get("href"),) if href and href.startswith("#")]
         self.addresses += [known[key] for key in ("src", "href", "action") if key in known]
         if tag == "th":
             self.heads.append(known.get("scope"))
@@ -266,7 +269,7 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(written):
     outline = Outline(text)
     assert len(set(outline.ids)) == len(outline.ids), "an id twice"
     assert [name for name in outline.references if name not in {*outline.ids, "run-0"}] == []
-    assert [address for address in outline.addresses if not address.startswith("#")] == []
+    assert [address for address in outline.addresses if not (address or "").startswith("#")] == []
     assert not re.search(r"url\(|@import|https?://|fetch\(|XMLHttpRequest", text)
 
 
@@ -409,5 +412,6 @@ def test_percentages_are_signed(value, text):
 def test_a_chart_needs_something_to_draw():
     assert view.kl_chart(result(logits=())) is None
     chart = view.kl_chart(result())
+    assert chart is not None
     assert len(chart["points"].split()) == TOKENS
     assert 0 <= chart["limit"] <= chart["height"]

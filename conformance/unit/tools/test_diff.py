@@ -17,6 +17,7 @@ from conformance.engines import registry
 from conformance.report import machine
 from conformance.taps import expected
 from conformance.trace import Schedule, Trace, validate
+from fast.model import TextModel
 from reference.checkpoint import open_checkpoint
 from tools.cli import main
 
@@ -79,7 +80,9 @@ def test_a_wrong_tap_fails_and_is_the_first_line(made, directory, tmp_path, caps
     file = scaled(made, tmp_path / "b.trace", name, 1.05)
     assert run(file, "--checkpoint", directory, "--json", tmp_path / "r.json") == 1
     assert capsys.readouterr().out.startswith(f"first divergence: TAP {name}")
-    assert machine.read(tmp_path / "r.json")[0].first_divergence.tap == name
+    first = machine.read(tmp_path / "r.json")[0].first_divergence
+    assert first is not None
+    assert first.tap == name
 
 
 def test_two_traces_are_also_held_against_each_other(made, saved, directory, tmp_path, capsys):
@@ -177,7 +180,7 @@ def test_check_lists_every_missing_tap_with_its_axes(made, directory, tmp_path, 
 
 def test_every_tap_belongs_to_one_group(made, directory):
     config = open_checkpoint(directory).config
-    counted = sum(state.known for state in advice.advise(made, config).groups)
+    counted = sum(state.known or 0 for state in advice.advise(made, config).groups)
     assert counted == len(expected(config, COUNT)) - len(("tokens", "logits"))
 
 
@@ -213,8 +216,7 @@ def test_the_plain_python_writer_makes_the_same_trace(made, directory, tmp_path,
         writer = importlib.import_module("write_trace").TraceWriter(directory, "libertai", "mine", "0.1")
     finally:
         sys.path.remove(str(EXAMPLES))
-    engine = registry.create("fast")
-    engine.open(directory)
+    model = TextModel(directory)
     writer.add("tokens", made.tokens)
 
     def tap(name, value):
@@ -222,13 +224,12 @@ def test_the_plain_python_writer_makes_the_same_trace(made, directory, tmp_path,
             value = value.detach().float().numpy() if value.is_floating_point() else value.numpy().astype(np.int32)
             writer.add(name, value, bf16=made.taps[name].dtype.kind == "V")
 
-    engine.model.reset()
     start = 0
     for length in CHUNKS.prefill:
-        writer.add("logits", engine.model.prefill(made.tokens[start : start + length], tap=tap).numpy())
+        writer.add("logits", model.prefill(made.tokens[start : start + length], tap=tap).numpy())
         start += length
     for token in made.tokens[start:]:
-        writer.add("logits", engine.model.decode(int(token), tap=tap).numpy()[None])
+        writer.add("logits", model.decode(int(token), tap=tap).numpy()[None])
     writer.save(tmp_path / "w.trace", CHUNKS.prefill, CHUNKS.decode)
     back = Trace.load(tmp_path / "w.trace")
     assert set(back.taps) == set(made.taps)
@@ -268,5 +269,5 @@ def test_the_adapter_is_short_and_works(made, directory, tmp_path, monkeypatch):
     assert run(tmp_path / "a.trace", "--checkpoint", directory) == 0
     engine = registry.create("adapter:Adapter")
     engine.open(directory)
-    assert set(engine.operands("lm_head.weight")) == {"value"}
+    assert set(engine.operands("lm_head.weight") or {}) == {"value"}
     assert engine.operands("no.such.weight") is None
