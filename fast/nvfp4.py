@@ -25,7 +25,7 @@ from fast.errors import NonFiniteWeightError, ScaleNaNError, ScaleNegativeError,
 BLOCK = 16
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E4M3_NAN = 0x7F
-ENCODE_ELEMENTS = 1 << 18
+ENCODE_ELEMENTS = 1 << 16
 """Values encoded at a time."""
 
 ENCODE_BYTES = 17
