@@ -16,7 +16,7 @@ from conformance.checkpoints.shared import shared
 from conformance.engines import registry
 from conformance.report import machine
 from conformance.taps import expected
-from conformance.trace import Schedule, Trace, validate
+from conformance.trace import REQUIRED_METADATA, Schedule, Trace, validate
 from fast.model import TextModel
 from reference.checkpoint import open_checkpoint
 from tools.cli import main
@@ -271,3 +271,16 @@ def test_the_adapter_is_short_and_works(made, directory, tmp_path, monkeypatch):
     engine.open(directory)
     assert set(engine.operands("lm_head.weight") or {}) == {"value"}
     assert engine.operands("no.such.weight") is None
+
+
+def test_the_guide_names_every_tap_every_metadata_key_and_files_that_exist(directory):
+    """Every name of the format is spelled out in the guide, those of the MTP block and the tower by reference."""
+    guide = (EXAMPLES.parent / "your-engine.md").read_text(encoding="utf-8")
+    for name in expected(open_checkpoint(directory).config, COUNT):
+        if not name.startswith(("mtp.", "vision.")):
+            assert f"`{name}`" in guide or f".{advice.leaf(name).rpartition('.')[2]}`" in guide, name
+    for key in REQUIRED_METADATA:
+        assert f"`{key}`" in guide, key
+    links = re.findall(r"\]\(([^)#]+)\)", guide)
+    assert links
+    assert [link for link in links if not (EXAMPLES.parent / link).exists()] == []
