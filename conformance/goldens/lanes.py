@@ -17,6 +17,7 @@ import subprocess
 import sys
 import venv
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 X86_CORES = ("Prescott", "Nehalem", "Sandybridge", "Haswell", "SkylakeX")
 ARM_CORES = ("ARMV8", "CORTEXA57", "NEOVERSEN1")
 FEWEST_CORES = 2
+WORKERS = 2  # processes at a time
 THREADS = (1, 2)
 CORE_NAME = ("scipy_openblas_get_corename64_", "openblas_get_corename64_", "openblas_get_corename")
 THREAD_COUNT = ("scipy_openblas_get_num_threads64_", "openblas_get_num_threads64_", "openblas_get_num_threads")
@@ -100,36 +102,63 @@ def run(label: str, python: Sequence[str], directory: Path, settings: Mapping[st
     return Outcome(label, report["digest"], problem, report["environment"])
 
 
+@dataclass(frozen=True)
+class Job:
+    """One run of this interpreter under `settings`; `took` says why the run shows nothing, if it does not."""
+
+    label: str
+    settings: Mapping[str, str]
+    took: Callable[[dict[str, Any]], str]
+
+
+def _run_all(jobs: Iterable[Job], directory: Path, progress: Progress) -> Iterator[Outcome]:
+    """The jobs' outcomes in order; `WORKERS` processes at a time."""
+
+    def one(job: Job) -> Outcome:
+        outcome = run(job.label, [sys.executable], directory, job.settings)
+        if not outcome.problem and (why := job.took(outcome.environment)):
+            outcome.problem = f"the setting did not take effect: {why}"
+        return outcome
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for outcome in pool.map(one, jobs):
+            progress(outcome.label)
+            yield outcome
+
+
 def features(directory: Path, progress: Progress = lambda label: None) -> Iterator[Outcome]:
     """(a) NumPy's dispatched SIMD features switched off, the higher half of them and then all."""
     names = environment()["simd"]
-    cuts = sorted({len(names) // 2, 0}, reverse=True) if names else []
-    for kept in cuts:
-        label = f"features: without {' '.join(names[kept:])}"
-        progress(label)
-        outcome = run(label, [sys.executable], directory, {"NPY_DISABLE_CPU_FEATURES": " ".join(names[kept:])})
-        if not outcome.problem and set(outcome.environment["simd"]) & set(names[kept:]):
-            outcome.problem = f"the setting did not take effect: SIMD is {outcome.environment['simd']}"
-        yield outcome
-    if not cuts:
+    if not names:
         yield Outcome("features", problem="NumPy dispatches on no CPU feature here; there is nothing to switch off")
+        return
+
+    def job(off: list[str]) -> Job:
+        def took(environment: dict[str, Any]) -> str:
+            return f"SIMD is {environment['simd']}" if set(environment["simd"]) & set(off) else ""
+
+        return Job(f"features: without {' '.join(off)}", {"NPY_DISABLE_CPU_FEATURES": " ".join(off)}, took)
+
+    cuts = sorted({len(names) // 2, 0}, reverse=True)
+    yield from _run_all((job(names[kept:]) for kept in cuts), directory, progress)
 
 
 def blas(directory: Path, progress: Progress = lambda label: None) -> Iterator[Outcome]:
     """(b) Several OpenBLAS kernels, each with one thread and with two."""
+
+    def job(core: str, threads: int) -> Job:
+        def took(environment: dict[str, Any]) -> str:
+            return "" if environment["threads"] == threads else f"{environment['threads']} threads"
+
+        count = str(threads)
+        settings = {"OPENBLAS_CORETYPE": core, "OPENBLAS_NUM_THREADS": count, "OMP_NUM_THREADS": count}
+        return Job(f"blas: {core}, {count} thread{'s' if threads > 1 else ''}", settings, took)
+
     cores = X86_CORES if platform.machine() in ("x86_64", "AMD64") else ARM_CORES
     seen = set()
-    for core in cores:
-        for threads in THREADS:
-            label = f"blas: {core}, {threads} thread{'s' if threads > 1 else ''}"
-            progress(label)
-            count = str(threads)
-            settings = {"OPENBLAS_CORETYPE": core, "OPENBLAS_NUM_THREADS": count, "OMP_NUM_THREADS": count}
-            outcome = run(label, [sys.executable], directory, settings)
-            if not outcome.problem and outcome.environment["threads"] != threads:
-                outcome.problem = f"the setting did not take effect: {outcome.environment['threads']} threads"
-            seen.add(outcome.environment.get("core"))
-            yield outcome
+    for outcome in _run_all((job(core, threads) for core in cores for threads in THREADS), directory, progress):
+        seen.add(outcome.environment.get("core"))
+        yield outcome
     if len(seen - {None, "unknown"}) < FEWEST_CORES:
         yield Outcome(
             "blas", problem=f"the setting did not take effect: OpenBLAS only ever ran {sorted(map(str, seen))}"

@@ -6,6 +6,7 @@ differ. Unlike a trace file it keeps `exact` taps as float64, logits too: a floa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ from conformance.checkpoints.source import integers, key_of
 from conformance.goldens.case import Case, Item, Made, Workspace
 from reference.checkpoint import open_checkpoint
 from reference.model import TextModel
+from reference.mtp import Block, Speculation
+from reference.ranks import ShardedModel
 
 SEED = 7
 PREFILL, DECODE = (29, 11), 5
@@ -39,15 +42,19 @@ class Run:
     decode: int = DECODE
     pad: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    ranks: tuple[int, int] = (1, 1)
 
     def settings(self) -> dict[str, Any]:
         schedule = {"prefill": list(self.prefill), "decode": self.decode, "pad": self.pad}
+        mesh = {} if self.ranks == (1, 1) else {"tp": self.ranks[0], "ep": self.ranks[1]}
         return {
             "geometry": self.geometry,
             "export": self.export,
             "arithmetic": self.arithmetic,
             "schedule": schedule,
-        } | self.options
+            **mesh,
+            **self.options,
+        }
 
 
 class Recorder:
@@ -80,9 +87,11 @@ def tokens(vocab: int, count: int, seed: int) -> np.ndarray:
 
 def taps(run: Run, workspace: Workspace, seed: int) -> dict[str, np.ndarray]:
     """Every tap of a run, in the order in which the model first reported them, then its logits."""
-    model = TextModel(
-        open_checkpoint(workspace.checkpoint(run.geometry, run.export, seed)), run.arithmetic, **run.options
-    )
+    checkpoint = open_checkpoint(workspace.checkpoint(run.geometry, run.export, seed))
+    if run.ranks == (1, 1):
+        model = TextModel(checkpoint, run.arithmetic, **run.options)
+    else:
+        model = ShardedModel(checkpoint, *run.ranks, run.arithmetic, **run.options)
     ids = tokens(model.config.vocab_size, sum(run.prefill) + run.decode, seed)
     recorder, start = Recorder(), 0
     for index, length in enumerate(run.prefill):
@@ -119,6 +128,26 @@ def _hashed(run: Run, workspace: Workspace, seed: int) -> Made:
     return Made({name: Item(smallest(value), ()) for name, value in taps(run, workspace, seed).items()})
 
 
+PROMPT, ROUNDS, DRAFTS = 37, 5, 3
+
+
+def _drafted(geometry: str, export: str, arithmetic: str) -> Callable[[Workspace], Made]:
+    """The draft block beside a prompt, tap by tap, and what some greedy rounds of drafting and verifying gave."""
+
+    def build(workspace: Workspace) -> Made:
+        model = TextModel(open_checkpoint(workspace.checkpoint(geometry, export, SEED)), arithmetic)
+        recorder, sequence = Recorder(), Speculation(Block(model))
+        sequence.start(tokens(model.config.vocab_size, PROMPT, SEED).tolist(), recorder)
+        rounds = [sequence.step(DRAFTS) for _ in range(ROUNDS)]
+        items = {name: Item(smallest(value), ()) for name, value in recorder.taps().items() if name.startswith("mtp.")}
+        items["rounds.drafts"] = Item(np.array([r.drafts for r in rounds], np.int32), ())
+        items["rounds.accepted"] = Item(np.array([r.accepted for r in rounds], np.int32), ())
+        items["rounds.tokens"] = Item(np.array(sequence.tokens, np.int32), ())
+        return Made(items)
+
+    return build
+
+
 STORED = [
     Run(geometry, export, arithmetic)
     for geometry in ("tiny", "odd")
@@ -134,6 +163,8 @@ RECIPES = {
     "padded-odd-nvidia-bf16": Run("odd", "nvidia", "bf16", (38,), 3, pad=3),
     "chunked-tiny-nvidia-exact": Run("tiny", "nvidia", "exact", options=CHUNKED),
     "chunked-odd-nvidia-bf16": Run("odd", "nvidia", "bf16", options=CHUNKED | {"kda_chunk": 7}),
+    "ranks-tiny-libertai-bf16": Run("tiny", "libertai", "bf16", ranks=(2, 4)),
+    "ranks-odd-nvidia-exact": Run("odd", "nvidia", "exact", ranks=(1, 3)),
     "stochastic-tiny-nvidia": Run("tiny", "nvidia", "stochastic", options={"seed": 1}),
     "stochastic-odd-libertai": Run("odd", "libertai", "stochastic", options={"seed": 2, **CHUNKED}),
 }
@@ -146,4 +177,13 @@ def cases() -> list[Case]:
         return Case(name, lambda workspace: make(run, workspace, SEED), suffix, SEED, run.settings())
 
     stored = [case(f"trace-{run.geometry}-{run.export}-{run.arithmetic}", run, True) for run in STORED]
-    return [*stored, *(case(f"trace-{name}", run, False) for name, run in RECIPES.items())]
+    drafted = [
+        Case(
+            f"trace-mtp-{geometry}-{export}-{arithmetic}",
+            _drafted(geometry, export, arithmetic),
+            seed=SEED,
+            settings={"geometry": geometry, "export": export, "arithmetic": arithmetic, "mtp": DRAFTS},
+        )
+        for geometry, export, arithmetic in (("tiny", "nvidia", "bf16"), ("odd", "libertai", "exact"))
+    ]
+    return [*stored, *(case(f"trace-{name}", run, False) for name, run in RECIPES.items()), *drafted]
