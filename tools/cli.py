@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "quantize": ("tools.quantize", "Re-encode a BF16 or block-FP8 checkpoint into either export."),
     "inspect": ("tools.inspect", "Classify every tensor and list every departure from the known layout."),
     "trace": ("tools.trace", "Run an engine and write its trace."),
+    "generate": ("tools.generate", "Continue an input, with drafts or without; tokens/s and acceptance."),
     "diff": ("tools.diff", "Compare a trace with the reference and name the first divergence."),
     "conform": ("tools.conform", "Run the whole suite against one checkpoint directory."),
     "golden": ("tools.golden", "Rewrite or check the golden files, bitwise."),

@@ -89,7 +89,7 @@ def command(
     prefill_chunk: Annotated[int | None, typer.Option(metavar="N", help="Prefill in chunks of N tokens.")] = None,
     decode: Annotated[int, typer.Option(metavar="N", help="Feed the last N tokens one at a time.")] = 0,
     pad: Annotated[int, typer.Option(metavar="N", help="Left padding before the first token.")] = 0,
-    mtp: Annotated[int | None, typer.Option(metavar="K", help="Draft tokens per step.")] = None,
+    mtp: Annotated[int | None, typer.Option(metavar="K", help="Drafts after the input; adds the taps mtp.*.")] = None,
     taps: Annotated[str, typer.Option(metavar="GLOB", help="Taps to keep; several globs with commas.")] = "*",
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Further option of the engine; repeatable.")
