@@ -28,8 +28,8 @@ E4M3_NAN = 0x7F
 ENCODE_ELEMENTS = 1 << 16
 """Values encoded at a time."""
 
-ENCODE_BYTES = 17
-"""Bytes of temporaries per value while encoding: fp32 values, magnitudes and two partial codes, byte codes, scales."""
+ENCODE_BYTES = 14
+"""Bytes of temporaries per value while encoding: magnitudes and two partial codes in fp32, signs, scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,7 @@ def encode_rows(x: Tensor, scale_2: Tensor, codes: Tensor, scale: Tensor) -> Non
         magnitude.nan_to_num_(nan=0.0)
     # The sign is that of the quotient: one too small for fp32 stores 0x0, whatever the sign of x.
     negative = ((blocks < 0) & (magnitude > 0)).to(torch.uint8)
+    del blocks
     # The grid has step 1/2 up to 2, step 1 up to 4 and step 2 up to 6: rounding half to even within each step, then
     # counting the steps passed, is rounding to the nearest code with ties to the even one.
     code = (magnitude * 2.0).round_().clamp_(max=4.0)
