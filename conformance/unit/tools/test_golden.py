@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conformance.goldens import lanes, manifest, verify
+from conformance.goldens import arm64, lanes, manifest, verify
 from conformance.goldens.case import Case, Item, Made
 from conformance.goldens.compare import elements, steps
 from reference import arithmetic
@@ -299,3 +299,13 @@ def test_a_lane_reports_a_difference(golden: Path) -> None:
 
 def test_oldest_versions_come_from_the_project() -> None:
     assert lanes.oldest_numpy() == {"numpy": "2.0.0", "ml_dtypes": "0.5.0"}
+
+
+def test_emulation_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, golden: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr(arm64.shutil, "which", lambda name: None)
+    (outcome,) = arm64.arm64(golden, tmp_path)
+    assert "no apt-get" in outcome.problem
+    monkeypatch.setattr(arm64.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(arm64, "_call", lambda command, what: "mirror://elsewhere/ubuntu/\n")
+    (outcome,) = arm64.arm64(golden, tmp_path)
+    assert "no Debian mirror" in outcome.problem
