@@ -152,7 +152,8 @@ def judge(
 ) -> TapRow:
     """engine and centre [T,...], samples [B,T,...]; `valid` (broadcastable to centre) marks what is compared.
 
-    The samples are first stored the way the engine stores the tap. Raises ValueError when shapes differ: the caller
+    The samples are first stored the way the engine stores the tap, and no element is taken to vary less than rounding
+    to nearest makes it on average. Raises ValueError when shapes differ: the caller
     checks the trace against the config first.
     """
     if engine.shape != centre.shape or samples.shape[1:] != centre.shape:
@@ -170,13 +171,14 @@ def judge(
         error = np.where(fit, actual - expected, 0.0)
     expected_fit = np.where(fit, expected, 0.0)
     slope = None if step.slope is None else step.slope(expected_fit)
-    spread = measure(expected_fit, deviations, slope=slope, kinked=step.kinked)
+    rounding = half_ulp(expected_fit, kind)
+    spread = measure(expected_fit, deviations, slope=slope, kinked=step.kinked, floor=rounding / math.sqrt(3.0))
     drift = step.length * 2.0**-24
     checks = _Tests(step, spread, error, fit, heads, drift, budget).run()
 
     allowed = (
         spread.reach(budget.probability / max(shape[0] * shape[1], 1)) * spread.sigma
-        + half_ulp(expected_fit, kind)
+        + rounding
         + drift * np.abs(expected_fit)
     )
     ratio = np.where(broken, np.inf, np.divide(np.abs(error), allowed, out=np.zeros(shape), where=error != 0))

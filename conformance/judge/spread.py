@@ -49,8 +49,15 @@ class Spread:
         return _element_quantile(self.noise, probability, self.freedom)
 
 
-def measure(centre: Floats, deviations: Floats, *, slope: Floats | None = None, kinked: bool = False) -> Spread:
-    """centre [T,J], deviations [B,T,J] = samples - centre.
+def measure(
+    centre: Floats,
+    deviations: Floats,
+    *,
+    slope: Floats | None = None,
+    kinked: bool = False,
+    floor: Floats | float = 0.0,
+) -> Spread:
+    """centre [T,J], deviations [B,T,J] = samples - centre; no standard deviation is taken to be below `floor`.
 
     `slope` [T,J] is how strongly each element reacts to what was rounded before it; the model explains the deviations
     divided by it. `kinked` marks a step whose elements may show no deviation in any sample for want of luck (behind a
@@ -68,9 +75,11 @@ def measure(centre: Floats, deviations: Floats, *, slope: Floats | None = None, 
     react = np.ones_like(centre) if slope is None else np.square(np.maximum(slope, np.abs(centre) * 2.0**-24 + _TINY))
     model = product_model(total / count / react, np.ones_like(centre) if kinked else centre, count) * react
     grid = np.square(np.maximum(np.abs(centre) * 2.0**-25, _TINY))
+    least = np.broadcast_to(np.square(floor), centre.shape)
 
     def residuals(weight: int, rows: slice) -> Singles:
         rest = (weight * model[rows] + (total[rows] - squares[:, rows])) / (weight + count - 1) + grid[rows]
+        rest = np.maximum(rest, least[rows])
         return (deviations[:, rows] / np.sqrt(rest)).astype(np.float32)
 
     sampled = slice(None, None, max(1, len(centre) // _ROWS_TRIED))
@@ -79,7 +88,7 @@ def measure(centre: Floats, deviations: Floats, *, slope: Floats | None = None, 
         return _element_quantile(residuals(weight, sampled), 1e-12, weight + count - 1)
 
     weight = _WEIGHTS[-1] if kinked else min(_WEIGHTS, key=cost)
-    sigma = np.sqrt((weight * model + total) / (weight + count) + grid)
+    sigma = np.sqrt(np.maximum((weight * model + total) / (weight + count) + grid, least))
     noise = residuals(weight, slice(None))
     return Spread(centre, sigma, noise, (centre / sigma).astype(np.float32), weight + count - 1)
 
