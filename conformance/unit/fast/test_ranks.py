@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from conformance.unit.fast import bounds
 from conformance.unit.fast.runs import Taps, distance, feed, tokens
 from conformance.unit.fast.threads import Thread, on_ranks
 from fast.errors import IndivisibleError, MeshError
 from fast.generate import Generator
+from fast.linear import linear
 from fast.loader import load
 from fast.model import TextModel
 from fast.mtp import Mtp
+from fast.nvfp4 import decode
+from fast.ops import mlp
 from reference.checkpoint import open_checkpoint
 from reference.model import TextModel as Oracle
 from reference.rank_taps import join
@@ -100,11 +104,42 @@ def test_in_bf16_all_ranks_hold_the_same_streams(checkpoint, geometry, tp, ep):
     def run(ranks: Thread):
         one, taps = model(directory, ranks, dtype=torch.bfloat16), Taps()
         feed(one, tokens(1, 30, one.config.text.vocab_size), [20], taps)
+        assert {dtype for _, _, dtype, _ in ranks.calls} == {torch.float32}, "partial sums are reduced unrounded"
         return {name: x for name, x in taps.arrays().items() if name.endswith(("attn.out", "mlp.out", ".out", "norm"))}
 
     found = on_ranks(tp, ep, run)
     names = [name for name in found[0] if not name.endswith(("routed.out", "shared.out"))]
     assert all(np.array_equal(found[0][name], other[name]) for name in names for other in found[1:])
+
+
+@pytest.mark.parametrize("export", ["nvidia", "libertai"])
+def test_parts_of_an_expert_are_added_before_they_are_rounded(checkpoint, export):
+    """bf16, two ranks with half of every expert's width: their routed.out add up to the experts' fp32 outputs.
+
+    The SwiGLU products are the same bf16 numbers on both sides, so only the order of fp32 sums differs.
+    """
+    directory, name = checkpoint("tiny", export), "layers.3"
+
+    def run(ranks: Thread):
+        one = model(directory, ranks, dtype=torch.bfloat16)
+        heard: dict[str, torch.Tensor] = {}
+        one.prefill(tokens(1, 20, one.config.text.vocab_size), tap=heard.__setitem__)
+        return [heard[f"{name}.{leaf}"] for leaf in ("mlp.in", "router.indices", "router.weights", "routed.out")]
+
+    (x, indices, weights, first), (*_, second) = on_ranks(2, 1, run)
+    held = load(directory, progress=False)
+    bank, limit = held.experts(3), held.config.text.swiglu_limit
+    expected, size = torch.zeros(first.shape).double(), torch.zeros(first.shape).double()
+    for t in range(len(x)):
+        for slot in range(indices.shape[1]):
+            expert = int(indices[t, slot])
+            row = x[t : t + 1]
+            product = mlp.swiglu(linear(row, bank.gate[expert]), linear(row, bank.up[expert]), limit).double()
+            down = decode(bank.down[expert]).double()
+            expected[t] += float(weights[t, slot]) * (product @ down.T)[0]
+            size[t] += float(weights[t, slot]) * (product.abs() @ down.abs().T)[0]
+    total = first + second
+    bounds.check(total, expected, bounds.gamma(held.config.text.moe_intermediate_size + 8) * size)
 
 
 @pytest.mark.parametrize("vocab", ["head", "split"])
