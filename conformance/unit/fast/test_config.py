@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,7 @@ def test_fields_are_the_keys(export, name):
         assert (list(found) if isinstance(found, tuple) else found) == wanted, field
     for field in config.VisionConfig.__dataclass_fields__:
         assert getattr(parsed.vision, field) == raw["vision_config"][field], field
+    assert parsed.quantization is not None
     assert parsed.quantization.quantized_activations == (export == "nvidia")
     assert parsed.quantization.kv_cache_bits == (8 if export == "nvidia" else None)
     assert list(parsed.quantization.ignore) == raw["quantization_config"]["ignore"]
@@ -311,7 +313,7 @@ def accepted(parse, error, raw):
     return True
 
 
-ODD_VALUES = [None, 0, -1, 1, 3, 2.5, "x", [], {}, True, False, 2**40]
+ODD_VALUES: list[Any] = [None, 0, -1, 1, 3, 2.5, "x", [], {}, True, False, 2**40]
 LENIENT = {"indexer_types", "layer_types", "mlp_layer_types", "eos_token_id", "pad_token_id", "bos_token_id"}
 
 
@@ -336,7 +338,7 @@ UNKNOWN = {
     "modality": {"a": 1},
 }
 # key: (a value at which nothing changes, one that asks for other mathematics)
-SWITCHES = {
+SWITCHES: Any = {
     "rope_theta": (None, 10000.0),
     "rope_scaling": ({}, {"type": "yarn"}),
     "rotary_dim": (0, 64),

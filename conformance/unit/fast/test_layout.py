@@ -46,12 +46,12 @@ def test_counts_and_bytes_close(export):
 def test_every_published_row(export):
     """Name pattern, instances, dtype, shape and family of every row, and no row left over."""
     parsed, tensors = released(export)
-    found = {}
+    found: dict[tuple[str, str, str], int] = {}
     for name, info in tensors.items():
         role = layout.find(parsed, name, 128)[0].role
         key = (role, pattern(name).replace(T, "~"), f"{info.dtype}[{','.join(map(str, info.shape))}]")
         found[key] = found.get(key, 0) + 1
-    published = {}
+    published: dict[tuple[str, str, str], int] = {}
     with TABLE.open(encoding="utf-8") as file:
         for row in csv.reader((line for line in file if not line.startswith("#")), delimiter="\t"):
             if row[COLUMNS[export]] != "-":

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from conformance import lying_files
 from conformance.checkpoints import edit
 from conformance.checkpoints.shared import copy_of, shared
 from fast import config as configs
-from fast import layout, nvfp4, reader
+from fast import layout, loader, nvfp4, reader
 from fast.loader import bind, keep_after_load, load
 from fast.sharding import Mesh, plan
 from fast.shards import open_directory
@@ -20,7 +21,7 @@ T = layout.PREFIX
 EXPORTS = ("nvidia", "libertai")
 BOTH = pytest.mark.parametrize("export", EXPORTS)
 GEOMETRIES = pytest.mark.parametrize("geometry", ["tiny", "odd"])
-FULL = {"mtp": True, "vision": True}
+FULL: Any = {"mtp": True, "vision": True}
 
 
 def raw(tensor):
@@ -81,11 +82,11 @@ def test_both_exports_of_a_seed_differ_where_they_are_known_to(geometry):
     disk = [edit.read_tensors(shared(export, geometry)) for export in EXPORTS]
     mtp = f"{T}layers.{ours.config.text.num_hidden_layers}."
     for name in set(disk[0]) & set(disk[1]):
-        a, b = (d[name] for d in disk)
-        same = (a.dtype, a.shape, a.data) == (b.dtype, b.shape, b.data)
+        left, right = (d[name] for d in disk)
+        same = (left.dtype, left.shape, left.data) == (right.dtype, right.shape, right.data)
         known = "conv1d" in name or name in mhc or name in dense or ".mlp.experts." in name
         assert same or known, name
-        assert same or a.dtype != b.dtype or ".mlp.experts." in name, name
+        assert same or left.dtype != right.dtype or ".mlp.experts." in name, name
     assert {n for n in differ if n.startswith(mtp)} <= {n for n in ours.names() if ".mlp.experts." in n}
 
 
@@ -188,6 +189,7 @@ def test_fused_rows(export):
     ):
         names = [f"{stem}{leaf}.weight" for leaf in leaves]
         fused = weights.fused(names)
+        assert fused is not None
         assert torch.equal(fused, torch.cat([weights.tensor(n) for n in names]))
         assert fused.data_ptr() == weights.tensor(names[0]).data_ptr()
     dsa = f"{T}layers.3.self_attn."
@@ -227,7 +229,7 @@ def test_deferred_experts_are_never_resident_as_bf16():
 def filled(directory, select):
     """A store that has been filled by something without deferral."""
     config = configs.load(directory)
-    store = Store(open_directory(directory, lambda name: layout.find(config, name)))
+    store = Store(open_directory(directory, lambda name: loader.void(layout.find(config, name))))
     for name in store.directory.tensors:
         if select(name):
             store.upload(name, "as on disk")
@@ -323,7 +325,9 @@ def test_ranks_hold_the_slices_of_the_plan(export, tp, ep):
         )
         copies = max(tp, ep) // ep if ".mlp.experts." in name else tp
         for key, value in whole.operands(name).items():
-            axis = holders[0][1][name].axis
+            part = holders[0][1][name]
+            assert part is not None
+            axis = part.axis
             parts = [r.operands(name)[key] for r, _ in holders[:copies]]
             joined = parts[0] if axis is None or key == "scale_2" else torch.cat(parts, axis)
             assert raw(joined) == raw(value), (name, key)

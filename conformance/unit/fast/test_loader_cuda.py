@@ -1,5 +1,7 @@
 """Loading onto a GPU: the same operands, the same books, and the allocator's own count beside them."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from fast.store import Store
 
 pytestmark = pytest.mark.gpu
 
-FULL = {"mtp": True, "vision": True}
+FULL: Any = {"mtp": True, "vision": True}
 EXPORTS = pytest.mark.parametrize("export", ["nvidia", "libertai"])
 
 

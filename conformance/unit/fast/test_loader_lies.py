@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from fast.loader import load
 T = layout.PREFIX
 EXPORTS = ("nvidia", "libertai")
 BOTH = pytest.mark.parametrize("export", EXPORTS)
-FULL = {"mtp": True, "vision": True}
+FULL: Any = {"mtp": True, "vision": True}
 
 
 def raw(tensor):
@@ -47,7 +48,7 @@ def as_dtype(dtype):
 
 
 Q, A, UP = f"{T}layers.0.self_attn.q_proj.weight", f"{T}layers.0.self_attn.A_log", f"{T}layers.4.mlp.experts.3.up_proj."
-LAYOUT = {
+LAYOUT: Any = {
     "missing tensor": (lambda d: rewrite(d, Q, lambda t: None), e.MissingTensorError, Q),
     "unknown tensor": (lambda d: renamed(d, Q, Q + "s"), e.UnknownTensorError, Q + "s"),
     "leading zero": (lambda d: renamed(d, Q, Q.replace("layers.0", "layers.00")), e.UnknownTensorError, "layers.00"),

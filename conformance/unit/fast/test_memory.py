@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def released(export):
 
 @functools.cache
 def weights_of(export, mesh, mtp=False, vision=False):
-    return weights_plan(*released(export), mesh, mtp=mtp, vision=vision, on_host=False)
+    parsed, tensors = released(export)
+    return weights_plan(parsed, tensors, mesh, mtp=mtp, vision=vision, on_host=False)
 
 
 # --- plan and ledger -------------------------------------------------------------------------------------------------
@@ -45,6 +47,7 @@ def weights_of(export, mesh, mtp=False, vision=False):
 @pytest.mark.parametrize("export", EXPORTS)
 def test_ledger_equals_the_plan_to_the_byte(export, tp, ep):
     """By role, in sum, at the peak, on both places, and in bytes read; from shapes alone against a real load."""
+    extra: Any
     for extra in ({"mtp": False, "vision": False}, {"mtp": True, "vision": True}):
         for rank in {0, max(tp, ep) - 1}:
             weights = load(shared(export), tp=tp, ep=ep, rank=rank, **extra)
@@ -150,7 +153,7 @@ def test_state_is_what_the_model_holds(geometry_name):
     """Bytes in use after 37 tokens, summed over the layers of a real model."""
     model = TextModel(shared("libertai", geometry_name))
     model.prefill([i % 250 for i in range(37)])
-    held = {}
+    held: dict[str, int] = {}
     for state in model.state.layers.values():
         for name, n in nbytes(state).items():
             held[name] = held.get(name, 0) + n

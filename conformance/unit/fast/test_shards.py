@@ -263,6 +263,11 @@ def two_shards_claim(directory):
     (directory / SECOND).write_bytes(edit.join(header, data + bytes(4)))
 
 
+def index_pipe(directory):
+    (directory / edit.INDEX).unlink()
+    os.mkfifo(directory / edit.INDEX)
+
+
 def extra_name(directory):
     index = index_of(directory)
     index["weight_map"]["weight"] = SECOND
@@ -304,7 +309,7 @@ INDEX = {
     "not utf-8": (lambda d: put(d, b'{"weight_map":{"\xff":"a"}}'), e.HeaderEncodingError, edit.INDEX),
     "no index": (lambda d: (d / edit.INDEX).unlink(), e.MissingFileError, edit.INDEX),
     "index is a pipe": (
-        lambda d: ((d / edit.INDEX).unlink(), os.mkfifo(d / edit.INDEX)),
+        index_pipe,
         e.NotRegularFileError,
         edit.INDEX,
     ),

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_slots_tile_slabs(sizes, limit):
         for i, section in enumerate(sizes)
     ]
     packed = pack(sections, limit)
-    held = {}
+    held: dict[int, list[tuple[int, int]]] = {}
     for i, section in enumerate(sections):
         for block in section:
             slots = [packed.slots[part.key] for part in block]
@@ -77,11 +78,17 @@ def test_a_block_above_the_limit_has_a_slab_of_its_own():
 @pytest.mark.parametrize("seed", range(5))
 def test_ledger_against_a_list(seed):
     rng = random.Random(seed)
-    ledger, live, peak, peaks = Ledger(), {}, 0, {"device": 0, "host": 0}
+    ledger, peak, peaks = Ledger(), 0, {"device": 0, "host": 0}
+    live: dict[int, Any] = {}
     for step in range(400):
         move = rng.choice(["charge", "charge", "release", "move", "split"])
         if move == "charge" or not live:
-            entry = [rng.choice("abc"), rng.choice(["store", "weights"]), rng.randrange(1000), rng.choice(list(peaks))]
+            entry: Any = [
+                rng.choice("abc"),
+                rng.choice(["store", "weights"]),
+                rng.randrange(1000),
+                rng.choice(list(peaks)),
+            ]
             live[ledger.charge(f"t{step}", *entry)] = entry
         else:
             ticket = rng.choice(list(live))
