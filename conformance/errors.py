@@ -51,6 +51,10 @@ class TapChunkError(TraceError):
     """Two calls handed the recorder pieces of one tap that cannot be joined along axis 0."""
 
 
+class RankTraceError(TraceError):
+    """Traces of single ranks do not make one run: a rank missing or there twice, or metadata that differ."""
+
+
 class TokenRangeError(InputError):
     """A token id lies outside the vocabulary."""
 

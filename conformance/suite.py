@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from conformance.cases.runs import DECODED, SCHEDULES, text_tokens
-from conformance.engines.base import Engine
+from conformance.engines.base import BaseEngine, Engine
 from conformance.judge import Rebase, Result, compare
+from conformance.judge.bits import Operands
+from conformance.judge.rank_bits import RankOperands
 from conformance.judge.verdict import Progress
 from conformance.trace import Trace
 from reference.checkpoint import Checkpoint
@@ -77,11 +79,18 @@ def run(
         return compare(
             stored,
             checkpoint,
-            operands=engine.operands if with_operands else None,
+            operands=operands_of(engine) if with_operands else None,
             expected_tokens=tokens,
             judge=judge,
             progress=progress,
         )
+
+
+def operands_of(engine: Engine) -> Operands | RankOperands:
+    """What an opened engine shows of its weights, on one rank or on several."""
+    if isinstance(engine, BaseEngine) and engine.mesh.world > 1:
+        return RankOperands(engine.mesh, engine.rank_operands, engine.settings.get("vocab", "replicated"))
+    return engine.operands
 
 
 def conform(

@@ -7,6 +7,9 @@
 A reduction gathers the partial sums and adds them in rank order, fp32: the same bits on every rank, whatever the number
 of rows, of ranks or the transport. What ranks must agree on is compared before it is used, a failure on one is told to
 all, and a rank that vanishes ends the others when their `timeout` is over at the latest.
+
+Ranks meet over gloo, on GPUs too: NCCL communicators take memory and are made once the ranks know that they belong
+together, one for all ranks and one more only where a TP group is neither one rank nor all.
 """
 
 from __future__ import annotations
@@ -26,9 +29,14 @@ from torch import Tensor
 from fast.errors import InputError
 from fast.loader import Weights, load
 from fast.sharding import Mesh
+from fast.shards import open_directory
 
 PRIMES = (1_000_003, 998_244_353)
 """Multipliers of the digest that ranks compare."""
+SHOWN = 8
+"""Lists up to this length are shown whole where ranks differ."""
+SAMPLE = 64
+"""Bytes of every stored tensor that ranks compare."""
 
 
 class NotLaunchedError(InputError):
@@ -73,15 +81,22 @@ class Ranks:
         self.device = torch.device("cuda", _from_launcher("LOCAL_RANK")) if device == "cuda" else torch.device(device)
         self.timeout, self.check = timeout, check
         limit = datetime.timedelta(seconds=timeout)
+        with self._watched("start"):
+            dist.init_process_group("gloo", timeout=limit)
+        self.agree("mesh", {"tp": tp, "ep": ep, "vocab": vocab, "device": self.device.type, "check": check})
+        backend = "gloo"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            backend = "nccl"
+            # A dead peer shall be an error that names the site, not the end of the process by its watchdog.
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         with self._watched("start"):
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=limit)
-            self._control = dist.new_group(backend="gloo", timeout=limit)
-            self._tp = None
-            for first in range(0, world, tp):
-                group = dist.new_group(list(range(first, first + tp)), timeout=limit)
-                self._tp = group if rank in range(first, first + tp) else self._tp
+            self._all = dist.group.WORLD if backend == "gloo" else dist.new_group(backend=backend, timeout=limit)
+            self._tp = self._all
+            if 1 < tp < world:
+                for first in range(0, world, tp):
+                    group = dist.new_group(list(range(first, first + tp)), timeout=limit, backend=backend)
+                    self._tp = group if rank in range(first, first + tp) else self._tp
 
     def close(self) -> None:
         """Leave the group; every rank must."""
@@ -90,7 +105,7 @@ class Ranks:
     def all_reduce(self, tensor: Tensor, site: str, *, everyone: bool) -> Tensor:
         """fp32 partial sums -> their sum in rank order. Raises RankLostError naming `site`."""
         assert tensor.dtype == torch.float32, tensor.dtype
-        parts = self._gather(tensor, site, None if everyone else self._tp)
+        parts = self._gather(tensor, site, everyone=everyone)
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -98,7 +113,7 @@ class Ranks:
 
     def all_gather(self, tensor: Tensor, site: str) -> list[Tensor]:
         """The tensors of the TP group, in rank order, all of one shape. Raises RankLostError."""
-        return self._gather(tensor, site, self._tp)
+        return self._gather(tensor, site)
 
     def same(self, tensor: Tensor, site: str) -> None:
         """Compares an integer tensor [T, W] over all ranks by a digest. Raises RankMismatchError, RankLostError."""
@@ -107,18 +122,18 @@ class Ranks:
         place = torch.arange(1, tensor.numel() + 1, device=tensor.device)
         mixed = (tensor.reshape(-1).long() * PRIMES[0] + place * PRIMES[1]) ^ (place << 20)
         digest = torch.stack([mixed.sum(), (mixed * place).sum()])
-        for rank, other in enumerate(self._gather(digest, site, None)):
+        for rank, other in enumerate(self._gather(digest, site, everyone=True)):
             if not torch.equal(other, digest):
                 raise RankMismatchError(f"{site}: ranks {rank} and {self.mesh.rank} chose differently")
 
     def agree(self, what: str, value: Any) -> None:
-        """Compares any small value over all ranks. Raises RankMismatchError with both values."""
+        """Compares any small value over all ranks. Raises RankMismatchError with the key or position that differs."""
         with self._watched(what):
             found: list[Any] = [None] * self.mesh.world
-            dist.all_gather_object(found, value, group=self._control)
+            dist.all_gather_object(found, value)
         for rank, other in enumerate(found):
             if other != found[0]:
-                raise RankMismatchError(f"{what}: rank 0 has {found[0]!r}, rank {rank} has {other!r}")
+                raise RankMismatchError(_difference(what, found[0], other, rank))
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -134,16 +149,19 @@ class Ranks:
         with self._watched(what):
             found: list[Any] = [None] * self.mesh.world
             message = None if error is None else f"{type(error).__name__}: {error}"
-            dist.all_gather_object(found, message, group=self._control)
+            dist.all_gather_object(found, message)
         if error is not None:
             raise error
         for rank, message in enumerate(found):
             if message is not None:
                 raise RankFailedError(f"{what}: rank {rank} failed: {message}")
 
-    def _gather(self, tensor: Tensor, site: str, group: Any) -> list[Tensor]:
+    def _gather(self, tensor: Tensor, site: str, *, everyone: bool = False) -> list[Tensor]:
+        size, group = (self.mesh.world, self._all) if everyone else (self.mesh.tp, self._tp)
+        if size == 1:
+            return [tensor]
         tensor = tensor.contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        parts = [torch.empty_like(tensor) for _ in range(size)]
         with self._watched(site):
             dist.all_gather(parts, tensor, group=group)
         return parts
@@ -157,6 +175,19 @@ class Ranks:
             raise RankLostError(
                 f"rank {self.mesh.rank}: another rank is gone or silent for {self.timeout:g} s at {site} ({first})"
             ) from e
+
+
+def _difference(what: str, first: Any, other: Any, rank: int) -> str:
+    """Where two values that should be equal are not: the first key of mappings, the first position of long lists."""
+    if isinstance(first, dict) and isinstance(other, dict) and first.keys() == other.keys():
+        key = next(key for key in first if first[key] != other[key])
+        return _difference(f"{what}, {key}", first[key], other[key], rank)
+    if isinstance(first, list) and isinstance(other, list) and len(first) > SHOWN:
+        if len(first) != len(other):
+            return f"{what}: rank 0 has {len(first)}, rank {rank} has {len(other)}"
+        at = next(at for at, pair in enumerate(zip(first, other, strict=True)) if pair[0] != pair[1])
+        what, first, other = f"{what} at position {at}", first[at], other[at]
+    return f"{what}: rank 0 has {first!r}, rank {rank} has {other!r}"
 
 
 def _from_launcher(name: str) -> int:
@@ -186,15 +217,26 @@ def load_together(
             progress=mesh.rank == 0,
         )
     ranks.agree(f"{Path(directory) / 'config.json'} (sha256)", weights.config.sha256)
-    ranks.agree("checkpoint (fingerprint of config and headers)", weights.fingerprint)
-    ranks.agree("checkpoint (sha256 of the norm weights)", _sample(weights))
+    ranks.agree("checkpoint (sha256 of config and headers)", weights.fingerprint)
+    with ranks.together("reading"):
+        sampled = sample(directory)
+    ranks.agree(f"checkpoint (sha256 of {SAMPLE} bytes of every tensor)", sampled)
     return weights
 
 
-def _sample(weights: Weights) -> str:
-    """A digest of small weights that every rank holds whole: another checkpoint of the same shapes has another one."""
+def sample(directory: str | os.PathLike[str]) -> str:
+    """A digest of the bytes in the middle of every stored tensor.
+
+    It tells files of the same names, dtypes and shapes apart at a small part of the cost of reading them.
+    """
     digest = hashlib.sha256()
-    for name in sorted(weights.names()):
-        if name.endswith("norm.weight"):
-            digest.update(weights.tensor(name).cpu().view(torch.uint8).numpy().tobytes())
+    opened = open_directory(directory, lambda name: None)
+    try:
+        for name in sorted(opened.tensors):
+            info = opened.tensors[name]
+            count = min(SAMPLE, info.end - info.begin)
+            middle = info.begin + (info.end - info.begin - count) // 2
+            digest.update(os.pread(opened.shards[info.shard].fd, count, middle))
+    finally:
+        opened.close()
     return digest.hexdigest()

@@ -1,31 +1,36 @@
 """One rank of a sharded run, started by a launcher: `torchrun .. -m fast.worker JOB.json`.
 
-The job says what to run and where the results go; `launch` writes it, starts the ranks on this host and waits. Each
-rank leaves `rank-R.safetensors` (its taps, and the logits that all ranks share) in the job's folder, or
-`rank-R.error` with the one line that says what was wrong.
+The job says what to run and where the results go; its keys are the fields of `Job`. Each rank leaves
+`rank-R.safetensors` in the job's folder: a trace (`glm53-trace/1`) of what this rank held, with `tp`, `ep` and `rank`
+in its metadata; or `rank-R.error` with the one line that says what was wrong. `fast.session` starts the ranks of this
+host and hands them one job after the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import fnmatch
+import importlib.metadata
+import itertools
 import json
 import os
-import signal
-import subprocess
+import re
 import sys
-import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 
 from fast.distributed import Ranks, load_together
 from fast.errors import InputError
 from fast.generate import Generator
+from fast.layers import PREFIX
 from fast.model import TextModel
 from fast.mtp import Mtp
 from fast.sharding import Mesh
@@ -33,17 +38,21 @@ from fast.sharding import Mesh
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WIDENING = (".scores",)
 STATES = (".state", ".conv_state")
+IDLE = datetime.timedelta(days=30)
+END = "end"
+LAYER_OUT = re.compile(r"layers\.\d+\.out")
 
 
-class RunFailedError(InputError):
-    """A sharded run that ended on some rank."""
+class JobError(InputError):
+    """A job file that is none."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """`prefill` lengths, then the other tokens one at a time; `taps` is a glob, "" for none.
+    """`prefill` lengths, then the other tokens one at a time; `taps` are globs with commas, "" for none.
 
-    With `new` above 0 the tokens are a prompt instead, continued greedily by `new` tokens with `drafts` drafts a round.
+    With `new` above 0 the tokens are a prompt instead, continued greedily by `new` tokens with `drafts` drafts a round;
+    else `drafts` above 0 runs the draft block over the text, then one round of drafts.
     """
 
     directory: str
@@ -65,11 +74,38 @@ class Job:
     check: bool = True
     operands: list[str] = field(default_factory=list)
     """Weights whose bound parts go into the result, as `operands.NAME.PART`."""
+    serve: str = ""
+    """HOST:PORT of a store that holds further jobs; this one then only says what they have in common."""
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.tp, self.ep, vocab=self.vocab)
+
+
+def read(path: str | os.PathLike[str]) -> Job:
+    """Raises JobError naming the file and the key."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise JobError(f"{path}: cannot be read as a job: {getattr(e, 'strerror', None) or e}") from None
+    if not isinstance(found, dict):
+        raise JobError(f"{path}: a {type(found).__name__}, expected an object")
+    known = {item.name: item for item in dataclasses.fields(Job)}
+    for key in found:
+        if key not in known:
+            raise JobError(f"{path}: unknown key {key!r}, expected some of {', '.join(known)}")
+    for key in ("directory", "tokens", "folder"):
+        if key not in found:
+            raise JobError(f"{path}: key {key} is missing")
+    if not all(isinstance(token, int) for token in found["tokens"]):
+        raise JobError(f"{path}: tokens are not integers")
+    return Job(**found)
 
 
 def work(job: Job) -> None:
     """Runs this process's rank. Raises an InputError for anything wrong with the input or with another rank."""
     ranks = Ranks(job.tp, job.ep, device=job.device, vocab=job.vocab, timeout=job.timeout, check=job.check)
+    Path(job.folder).mkdir(parents=True, exist_ok=True)
     settings = dataclasses.asdict(job)
     ranks.agree("job", {key: settings[key] for key in settings if key not in ("directory", "folder")})
     weights = load_together(job.directory, ranks, mtp=job.drafts > 0)
@@ -81,6 +117,38 @@ def work(job: Job) -> None:
         mla=job.mla,
         communicator=ranks,
     )
+    if job.serve:
+        serve(model, job, ranks)
+    else:
+        save(answer(model, job, ranks), metadata(model, job), Path(job.folder) / f"rank-{ranks.mesh.rank}.safetensors")
+        ranks.agree("end", None)
+    ranks.close()
+
+
+def serve(model: TextModel, job: Job, ranks: Ranks) -> None:
+    """One job after the other from the store at `job.serve`, until it says END or is gone."""
+    host, _, port = job.serve.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=IDLE)
+    rank = ranks.mesh.rank
+    store.set(f"process {rank}", str(os.getpid()))
+    for number in itertools.count():
+        text = store.get(f"job {number}")
+        if text.decode() == END:
+            return
+        asked = dataclasses.replace(job, **json.loads(text))
+
+        def watch(name: str, key: str = f"layers {number}") -> None:
+            if LAYER_OUT.fullmatch(name):
+                store.add(key, 1)
+
+        found = answer(model, asked, ranks, watch if rank == 0 else None)
+        save(found, metadata(model, asked), Path(job.folder) / f"answer-{number}-{rank}.safetensors")
+        store.set(f"answer {number} {rank}", "")
+
+
+def answer(model: TextModel, job: Job, ranks: Ranks, watch: Callable[[str], object] | None = None) -> dict[str, Tensor]:
+    """What one job asks for. `watch` is called with the name of every tap as it is computed."""
+    model.reset()
     result: dict[str, Tensor] = {}
     if job.new:
         mtp = Mtp(model) if job.drafts else None
@@ -89,35 +157,50 @@ def work(job: Job) -> None:
         states = model.state.snapshot() | (mtp.state.snapshot() if mtp is not None else {})
         result |= {f"state.{name}": x.cpu() for name, x in states.items()}
         result["tokens"] = torch.tensor(tokens, dtype=torch.int32)
-    else:
-        result |= run(model, job)
+    elif job.tokens:
+        result |= run(model, job, watch)
+    held = set(model.weights.names())
     for name in job.operands:
-        if name in weights.names():
+        if name in held:
             result |= {f"operands.{name}.{part}": x.cpu() for part, x in model.operands(name).items()}
-    save_file(
-        {name: x.contiguous() for name, x in result.items()}, Path(job.folder) / f"rank-{ranks.mesh.rank}.safetensors"
-    )
-    ranks.agree("end", None)
-    ranks.close()
+    return result
 
 
-def run(model: TextModel, job: Job) -> dict[str, Tensor]:
-    """Feeds the tokens -> taps and logits, all positions stacked."""
+def run(model: TextModel, job: Job, watch: Callable[[str], object] | None = None) -> dict[str, Tensor]:
+    """Feeds the tokens -> taps, tokens and logits, all positions stacked.
+
+    Padding is the last id of the vocabulary, whose embedding is not zero.
+    """
     heard: dict[str, list[Tensor]] = {}
+    globs = [glob for glob in job.taps.split(",") if glob]
 
     def tap(name: str, value: Tensor) -> None:
-        if name != "logits" and fnmatch.fnmatchcase(name, job.taps):
+        if watch is not None:
+            watch(name)
+        if name not in ("tokens", "logits") and any(fnmatch.fnmatchcase(name, glob) for glob in globs):
             heard.setdefault(name, []).append(value.cpu())
 
-    callback = tap if job.taps else None
+    hidden: list[Tensor] = []
+
+    def listen(name: str, value: Tensor) -> None:
+        if name == "final.norm":
+            hidden.append(value)
+        tap(name, value)
+
+    callback = listen if globs or watch is not None or job.drafts else None
     logits, start = [], 0
     for index, length in enumerate(job.prefill):
         pad = job.pad if index == 0 else 0
-        part = [0] * pad + job.tokens[start : start + length]
+        part = [model.config.text.vocab_size - 1] * pad + job.tokens[start : start + length]
         logits.append(model.prefill(part, callback, pad=pad).cpu())
         start += length
     logits += [model.decode(token, callback)[None].cpu() for token in job.tokens[start:]]
-    return {name: stack(name, parts) for name, parts in heard.items()} | {"logits": torch.cat(logits)}
+    if job.drafts:
+        cuts = [*job.prefill, *[1] * (len(job.tokens) - start)]
+        generator = Generator(model, mtp=Mtp(model), drafts=job.drafts)
+        generator.observe(torch.cat(hidden), torch.tensor(job.tokens), cuts, tap)
+    taps = {name: stack(name, parts) for name, parts in heard.items()}
+    return taps | {"tokens": torch.tensor(job.tokens, dtype=torch.int32), "logits": torch.cat(logits)}
 
 
 def stack(name: str, parts: list[Tensor]) -> Tensor:
@@ -131,63 +214,49 @@ def stack(name: str, parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def launch(job: Job) -> list[dict[str, Tensor]]:
-    """Runs `job` on this host, one process per rank -> what each rank left, in rank order.
-
-    `folder` may be "" for a temporary one. Raises RunFailedError with the first rank's message that explains the end,
-    and what `Mesh` raises.
-    """
-    world = Mesh(job.tp, job.ep).world
-    with tempfile.TemporaryDirectory(prefix="glm53-ranks-") as temporary:
-        folder = Path(job.folder or temporary)
-        job = dataclasses.replace(job, folder=str(folder))
-        path = folder / "job.json"
-        path.write_text(json.dumps(dataclasses.asdict(job)))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-        started = subprocess.Popen(
-            [*command, "-m", "fast.worker", str(path)],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-            start_new_session=True,
-        )
-        try:
-            _, stderr = started.communicate()
-        except BaseException:
-            os.killpg(started.pid, signal.SIGTERM)
-            started.wait()
-            raise
-        if started.returncode:
-            raise RunFailedError(_explain(folder, world, stderr))
-        return [load_file(folder / f"rank-{rank}.safetensors") for rank in range(world)]
+def metadata(model: TextModel, job: Job) -> dict[str, str]:
+    """What `glm53-trace/1` asks for, and this rank. The two exports store the mHC base in different dtypes."""
+    mesh, stored = model.weights.mesh, model.weights.store.directory.tensors
+    base = stored[f"{PREFIX}.layers.0.hc_attn_base"].dtype
+    schedule = {"prefill": job.prefill, "decode": len(job.tokens) - sum(job.prefill), "pad": job.pad}
+    return {
+        "format": "glm53-trace/1",
+        "engine": "fast",
+        "engine_version": importlib.metadata.version("glm53-conformance"),
+        "checkpoint": Path(job.directory).resolve().name,
+        "config_sha256": model.config.sha256,
+        "export": "nvidia" if base == "BF16" else "libertai",
+        "arithmetic": job.arithmetic,
+        "tp": str(mesh.tp),
+        "ep": str(mesh.ep),
+        "rank": str(mesh.rank),
+        "schedule": json.dumps({key: value for key, value in schedule.items() if key != "pad" or value}),
+        **{key: str(getattr(job, key)) for key in ("device", "kda_chunk", "mla", "vocab")},
+    }
 
 
-def _explain(folder: Path, world: int, stderr: str) -> str:
-    """The first error that is not about another rank; else any; else the end of what the launcher wrote."""
-    errors = []
-    for rank in range(world):
-        path = folder / f"rank-{rank}.error"
-        if path.exists():
-            kind, message = path.read_text().split(": ", 1)
-            errors.append((kind in ("RankLostError", "RankFailedError"), rank, message))
-    if errors:
-        _, rank, message = min(errors)
-        return message if message.startswith("rank ") else f"rank {rank}: {message}"
-    return f"{world} ranks ended without a message: {stderr.strip().splitlines()[-1:]}"
+def save(result: dict[str, Tensor], described: dict[str, str], path: Path) -> None:
+    """Under a temporary name first, so that nobody reads half a file."""
+    temporary = path.with_suffix(".tmp")
+    save_file({name: x.contiguous() for name, x in result.items()}, temporary, metadata=described)
+    os.replace(temporary, path)
 
 
 def main(path: str) -> int:
     """Exit status 0; 2 after an InputError, with one line on stderr. Leaves at once: others must not wait for it."""
-    job = Job(**json.loads(Path(path).read_text()))
-    rank = os.environ.get("RANK", "?")
+    rank, folder = os.environ.get("RANK", "?"), Path(path).parent
     try:
+        job = read(path)
+        folder = Path(job.folder)
         work(job)
     except Exception as e:
-        (Path(job.folder) / f"rank-{rank}.error").write_text(f"{type(e).__name__}: {e}")
+        folder.mkdir(parents=True, exist_ok=True)
+        report = folder / f"rank-{rank}.error"
+        report.with_suffix(".tmp").write_text(f"{type(e).__name__}: {e}")
+        os.replace(report.with_suffix(".tmp"), report)
         if not isinstance(e, InputError):
             traceback.print_exc()
-        print(f"rank {rank}: {e}", file=sys.stderr, flush=True)
+        print(f"rank {rank}: {str(e).removeprefix(f'rank {rank}: ')}", file=sys.stderr, flush=True)
         os._exit(2 if isinstance(e, InputError) else 1)
     return 0
 

@@ -9,8 +9,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
+from conformance import rank_traces
 from conformance.errors import EngineClosedError, EngineOptionError, TokenRangeError
 from conformance.trace import Recorder, Schedule, Trace, metadata
+from reference.sharding import Mesh
 
 
 @runtime_checkable
@@ -36,7 +38,8 @@ class BaseEngine:
     """Shared by the engines that compute: option checking, token checking, metadata.
 
     A subclass sets `name`, `version` and `options` (name -> default), fills `config`, `export` in `_open`, and
-    implements `_run`. `watch`, when set, is called with the name of every tap as it is computed (for progress bars).
+    implements `_run`; one that offers the options `tp` and `ep` also `_run_ranks`. `watch`, when set, is called with
+    the name of every tap as it is computed (for progress bars).
     """
 
     name: ClassVar[str]
@@ -63,35 +66,71 @@ class BaseEngine:
 
     def run(self, tokens: Sequence[int] | np.ndarray, schedule: Schedule, taps: str = "*") -> Trace:
         """Raises EngineClosedError before `open`, TokenRangeError for an id past the vocabulary."""
+        ids = self._checked(tokens, schedule)
+        if self.mesh.world > 1:
+            return rank_traces.joined(self.run_ranks(ids, schedule, taps))
+        recorder = Recorder(taps, convert=as_numpy)
+        recorder("tokens", ids)
+        recorder("logits", self._run(ids, schedule, self._reporter(recorder)))
+        return Trace(self._metadata(schedule), recorder.taps())
+
+    def run_ranks(self, tokens: Sequence[int] | np.ndarray, schedule: Schedule, taps: str = "*") -> list[Trace]:
+        """As `run`, one trace per rank, in rank order (`conformance.rank_traces` joins them)."""
+        ids = self._checked(tokens, schedule)
+        recorders = [Recorder(taps, convert=as_numpy) for _ in range(self.mesh.world)]
+        for recorder in recorders:
+            recorder("tokens", ids)
+        self._run_ranks(ids, schedule, recorders, taps)
+        return [
+            Trace(self._metadata(schedule) | {"rank": str(rank)}, recorder.taps())
+            for rank, recorder in enumerate(recorders)
+        ]
+
+    def operands(self, name: str) -> dict[str, np.ndarray] | None:
+        return None
+
+    def rank_operands(self, rank: int, name: str) -> dict[str, np.ndarray] | None:
+        """As `operands`, what one of several ranks bound."""
+        return None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The options `tp` and `ep`. Raises EngineOptionError, MeshError."""
+        sizes = {key: self.settings.get(key, 1) for key in ("tp", "ep")}
+        for key, value in sizes.items():
+            if not isinstance(value, int):
+                raise EngineOptionError(f"engine {self.name}: {key} {value!r}, expected a number of ranks")
+        return Mesh(**sizes)
+
+    def _checked(self, tokens: Sequence[int] | np.ndarray, schedule: Schedule) -> np.ndarray:
         if self.directory is None:
             raise EngineClosedError(f"engine {self.name}: run before open")
         ids = check_tokens(tokens, self.config.text.vocab_size)
         if schedule.tokens != len(ids):
             raise EngineOptionError(f"schedule feeds {schedule.tokens} tokens, the input has {len(ids)}")
-        recorder = Recorder(taps, convert=as_numpy)
-        recorder("tokens", ids)
-        recorder("logits", self._run(ids, schedule, self._reporter(recorder)))
-        return Trace(
-            metadata(
-                engine=self.name,
-                engine_version=self.version,
-                checkpoint=self.directory.resolve().name,
-                config_sha256=self.config.sha256,
-                export=self.export,
-                schedule=schedule,
-                **self._describe(),
-            ),
-            recorder.taps(),
-        )
+        return ids
 
-    def operands(self, name: str) -> dict[str, np.ndarray] | None:
-        return None
+    def _metadata(self, schedule: Schedule) -> dict[str, str]:
+        assert self.directory is not None
+        return metadata(
+            engine=self.name,
+            engine_version=self.version,
+            checkpoint=self.directory.resolve().name,
+            config_sha256=self.config.sha256,
+            export=self.export,
+            schedule=schedule,
+            **self._describe(),
+        )
 
     def _open(self, directory: Path) -> None:
         raise NotImplementedError
 
     def _run(self, ids: np.ndarray, schedule: Schedule, tap: Callable[[str, Any], None]) -> Any:
         """-> logits [T, V] of all real tokens, in order."""
+        raise NotImplementedError
+
+    def _run_ranks(self, ids: np.ndarray, schedule: Schedule, recorders: Sequence[Recorder], taps: str) -> None:
+        """Each rank's taps and logits go to its recorder; `taps` are the globs that recorders keep."""
         raise NotImplementedError
 
     def _reporter(self, recorder: Recorder) -> Callable[[str, Any], None]:

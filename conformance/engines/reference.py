@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from conformance.engines.base import BaseEngine, Hidden, drafts, feed, told
+from conformance.errors import EngineOptionError
+from conformance.trace import Recorder
 from reference.checkpoint import open_checkpoint
 from reference.model import TextModel
 from reference.mtp import Block, Speculation
+from reference.ranks import NotOnRankError, RankSource, ShardedModel
 
 
 class ReferenceEngine(BaseEngine):
     """Options: `arithmetic` (exact, bf16, stochastic), `seed` (stochastic only), `kda` (recurrent, chunked),
-    `kda_chunk`, `mla` (expanded, absorbed), `mtp` (drafts after the input; 0 leaves the draft block out)."""
+    `kda_chunk`, `mla` (expanded, absorbed), `mtp` (drafts after the input; 0 leaves the draft block out), `tp` and `ep`
+    (all ranks in this process; without drafts)."""
 
     name: ClassVar[str] = "reference"
     version: ClassVar[str] = importlib.metadata.version("glm53-conformance")
@@ -28,13 +34,21 @@ class ReferenceEngine(BaseEngine):
         "kda_chunk": 64,
         "mla": "expanded",
         "mtp": 0,
+        "tp": 1,
+        "ep": 1,
     }
 
     def _open(self, directory: Path) -> None:
         self.drafts = drafts(self.name, self.settings["mtp"])
         self.checkpoint = open_checkpoint(directory)
         self.config, self.export = self.checkpoint.config, self.checkpoint.export
-        self.model = TextModel(self.checkpoint, **{key: self.settings[key] for key in self.settings if key != "mtp"})
+        settings = {key: self.settings[key] for key in self.settings if key not in ("mtp", "tp", "ep")}
+        if self.mesh.world > 1:
+            if self.drafts:
+                raise EngineOptionError(f"engine reference: mtp {self.drafts} on {self.mesh.world} ranks, expected 0")
+            self.ranked = ShardedModel(self.checkpoint, self.mesh.tp, self.mesh.ep, **settings)
+            return
+        self.model = TextModel(self.checkpoint, **settings)
         self.block = Block(self.model) if self.drafts else None
 
     def _run(self, ids: np.ndarray, schedule: Any, tap: Callable[[str, Any], None]) -> np.ndarray:
@@ -46,10 +60,45 @@ class ReferenceEngine(BaseEngine):
         Speculation(self.block).observe(np.concatenate(hidden.parts), ids, schedule.cuts, self.drafts, tap)
         return logits
 
+    def _run_ranks(self, ids: np.ndarray, schedule: Any, recorders: Sequence[Recorder], taps: str) -> None:
+        self.ranked.reset()
+        logits = feed(_Fanned(self.ranked, recorders), ids, schedule, self.config.text.vocab_size, self._watched)
+        for recorder in recorders:
+            recorder("logits", logits)
+
+    def _watched(self, name: str, value: np.ndarray) -> None:
+        if self.watch is not None:
+            self.watch(name)
+
     def _describe(self) -> dict[str, Any]:
         extra = {key: str(self.settings[key]) for key in ("seed", "kda", "kda_chunk", "mla")} | told(self.drafts)
-        return {"arithmetic": self.settings["arithmetic"], "extra": extra}
+        return {key: self.settings[key] for key in ("arithmetic", "tp", "ep")} | {"extra": extra}
 
     def operands(self, name: str) -> dict[str, np.ndarray] | None:
         """{"value": the F32 values the arithmetic works with}; KeyError's InputError from the checkpoint otherwise."""
         return {"value": self.checkpoint.weight(name)}
+
+    def rank_operands(self, rank: int, name: str) -> dict[str, np.ndarray] | None:
+        try:
+            return {"value": RankSource(self.checkpoint, replace(self.mesh, rank=rank)).weight(name)}
+        except NotOnRankError:
+            return None
+
+
+class _Fanned:
+    """The verbs of a sharded model; what each rank computes goes to its recorder."""
+
+    def __init__(self, model: ShardedModel, recorders: Sequence[Recorder]) -> None:
+        self.model = model
+        self.taps = [partial(_record, recorder) for recorder in recorders]
+
+    def prefill(self, tokens: np.ndarray, tap: Any = None, pad: int = 0) -> np.ndarray:
+        return self.model.prefill(tokens, tap, pad, rank_taps=self.taps)
+
+    def decode(self, token: int, tap: Any = None) -> np.ndarray:
+        return self.model.decode(token, tap, rank_taps=self.taps)
+
+
+def _record(recorder: Recorder, name: str, value: np.ndarray) -> None:
+    if name not in ("tokens", "logits"):
+        recorder(name, value)

@@ -73,6 +73,11 @@ def rows(checkpoint: Checkpoint, name: str, bound: dict[str, np.ndarray]) -> Ite
         yield _bit_row(checkpoint, name, part, "identical", expected, actual)
 
 
+def missing(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], message: str) -> TensorRow:
+    """A failing row of a weight that is there or absent against expectation."""
+    return _row(checkpoint, name, "whole", "none", shape, "identical", 0, 0, (), message)
+
+
 def _value_row(checkpoint: Checkpoint, name: str, dtype: str, actual: npt.NDArray) -> TensorRow:
     stored = checkpoint.weight(name)
     if str(actual.dtype) == "bfloat16" and dtype == "BF16":

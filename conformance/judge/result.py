@@ -109,8 +109,8 @@ class TapRow:
 class TensorRow:
     """One operand the engine bound for one checkpoint weight, compared bit by bit.
 
-    `part` is "codes", "scale", "scale_2" or "value"; `rule` says what may lie between the file and the engine
-    ("identical", "upcast", "rounded to BF16"); `differing` counts elements.
+    `part` is "codes", "scale", "scale_2" or "value", of several ranks "codes, rank 0" and so on; `rule` says what may
+    lie between the file and the engine ("identical", "upcast", "rounded to BF16"); `differing` counts elements.
     """
 
     name: str
@@ -156,8 +156,8 @@ class TokenRow:
 class Problem:
     """Something wrong with the trace or the run itself rather than with a number.
 
-    `kind`: "metadata", "missing", "extra", "dtype", "shape", "empty", "operand". `fatal` problems fail the run;
-    the others (an optional tap left out) are coverage.
+    `kind`: "metadata", "missing", "extra", "dtype", "shape", "empty", "operand", "ranks". `fatal` problems fail the
+    run; the others (an optional tap left out) are coverage.
     """
 
     kind: str

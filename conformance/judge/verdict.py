@@ -7,19 +7,21 @@ dtype, metadata that contradict the checkpoint and tokens other than those asked
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from conformance import taps
-from conformance.judge import bits, tokens
+from conformance.judge import bits, rank_bits, tokens
 from conformance.judge.bits import Operands
 from conformance.judge.bounds import FAMILIES
+from conformance.judge.rank_bits import RankOperands
 from conformance.judge.rebase import FALSE_ALARM, SAMPLES, Rebase
 from conformance.judge.result import Coverage, Divergence, Problem, Result, TapRow, TensorRow, TokenRow
 from conformance.judge.rows import unfit_row
+from conformance.rank_traces import disagreements
 from conformance.trace import DTYPE_NAMES, REQUIRED_TAPS, Trace, inspect
 from reference.checkpoint import Checkpoint
 
@@ -30,7 +32,7 @@ def compare(
     trace: Trace,
     checkpoint: Checkpoint,
     *,
-    operands: Operands | None = None,
+    operands: Operands | RankOperands | None = None,
     expected_tokens: Sequence[int] | np.ndarray | None = None,
     samples: int = SAMPLES,
     seed: int = 0,
@@ -38,7 +40,8 @@ def compare(
     judge: Rebase | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """`operands(name)` shows what the engine bound (None: not compared, and said so in the coverage).
+    """`operands(name)` shows what the engine bound (None: not compared, and said so in the coverage); for several
+    ranks it is a `RankOperands`.
 
     `expected_tokens` are those the run was asked for. `judge` is a `Rebase` of the same checkpoint to go on using; the
     three numbers before it are then its own. `progress` is called with the name of each tap and tensor that was judged.
@@ -47,22 +50,33 @@ def compare(
     owner = judge or Rebase(checkpoint, samples=samples, seed=seed, false_alarm=false_alarm)
     problems, unfit = _problems(trace, checkpoint, expected_tokens)
     tensors: list[TensorRow] = []
-    for tensor in bits.compare(checkpoint, operands) if operands is not None else ():
+    for tensor in _tensors(checkpoint, operands):
         tensors.append(tensor)
         report(tensor.name)
     usable = Trace(trace.metadata, {name: tap for name, tap in trace.taps.items() if name not in unfit})
+    apart = {name: why for name, why in disagreements(trace).items() if name in trace.taps}
+    problems += [Problem("ranks", name, why, "one plan", True, f"tap {name}: {why}") for name, why in apart.items()]
     rows: list[TapRow] = [
-        unfit_row(owner.order[name], name, trace.taps[name], why) for name, why in unfit.items() if name in owner.order
+        unfit_row(owner.order[name], name, trace.taps[name], why)
+        for name, why in (unfit | apart).items()
+        if name in owner.order
     ]
     logits: tuple[TokenRow, ...] = ()
     if not any(problem.kind in ("empty", "missing") and problem.fatal for problem in problems):
         for row in owner.rows(usable):
-            rows.append(row)
+            if row.tap not in apart:
+                rows.append(row)
             report(row.tap)
         if "logits" in usable.taps:
             logits = tokens.compare(owner, usable)
     rows.sort(key=lambda row: row.order)
     return _result(trace, checkpoint, owner, problems, tensors, rows, logits)
+
+
+def _tensors(checkpoint: Checkpoint, operands: Operands | RankOperands | None) -> Iterator[TensorRow]:
+    if isinstance(operands, RankOperands):
+        return rank_bits.compare(checkpoint, operands)
+    return iter(()) if operands is None else bits.compare(checkpoint, operands)
 
 
 def _problems(trace: Trace, checkpoint: Checkpoint, expected_tokens: Any) -> tuple[list[Problem], dict[str, str]]:

@@ -11,7 +11,8 @@ from fast.generate import generate
 from fast.linear import ROWS
 from fast.model import TextModel
 from fast.mtp import Mtp
-from fast.worker import Job, launch
+from fast.session import launch
+from fast.worker import Job
 from reference.checkpoint import open_checkpoint
 from reference.model import TextModel as Oracle
 

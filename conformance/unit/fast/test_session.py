@@ -1,0 +1,205 @@
+"""fast.session and fast.worker: many jobs for ranks that start once, and every way in which all of them end."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conformance.unit.fast.runs import tokens
+from conformance.unit.fast.together import on_hosts
+from fast.errors import IndivisibleError, MeshError, MissingFileError
+from fast.session import RunFailedError, Session, explain
+from fast.worker import Job, JobError, read
+
+IDS = tokens(3, 24, 512).tolist()
+WEIGHT = "model.language_model.layers.3.self_attn.kv_b_proj.weight"
+
+
+@pytest.fixture
+def job(checkpoint, tmp_path):
+    return Job(str(checkpoint("tiny", "nvidia")), IDS, str(tmp_path / "ranks"), prefill=[18, 3], tp=2, timeout=30)
+
+
+# --- many jobs -------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_start_once_and_forget_between_jobs(checkpoint):
+    layers: list[int] = []
+    with Session(Job(str(checkpoint("tiny", "libertai")), [], "", tp=2)) as session:
+        processes = session.processes()
+        first = session.ask(layers.append, tokens=IDS, prefill=[18, 3])
+        other = session.ask(tokens=IDS[:9], prefill=[9], taps="*.mlp.out")
+        again = session.ask(tokens=IDS, prefill=[18, 3])
+        parts = [found[f"operands.{WEIGHT}.value"] for found in session.ask(operands=[WEIGHT, "no.such.weight"])]
+        assert session.processes() == processes
+    for rank, found in enumerate(first):
+        assert found.keys() == again[rank].keys()
+        assert all(torch.equal(value, again[rank][name]) for name, value in found.items())
+        assert set(other[rank]) == {"tokens", "logits", *(f"layers.{i}.mlp.out" for i in range(9))}
+    assert [len(part) for part in parts] == [128, 128], "8 heads of 16 + 16 rows"
+    assert 0 < sum(layers) <= 9 * (1 + 3 + 3), "three rows at once and three alone go through the layers row by row"
+    assert all(gone(process) for process in processes)
+    with pytest.raises(RunFailedError, match="a job for ranks that have ended"):
+        session.ask(tokens=IDS, prefill=[24])
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended, waiting a while for the system to notice."""
+    for _ in range(1000):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+# --- refused before anything starts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("geometry", "tp", "ep", "error", "words"),
+    [
+        (
+            "odd",
+            4,
+            1,
+            IndivisibleError,
+            r"layers\.0\.self_attn\.q_proj\.weight: 6 KDA heads do not divide among 4 ",
+        ),
+        ("odd", 2, 1, IndivisibleError, r"down_proj\.weight: 80 columns among 2 ranks are 40 each"),
+        ("tiny", 3, 1, IndivisibleError, "8 KDA heads do not divide among 3 ranks"),
+        ("tiny", 2, 3, MeshError, "tp 2 and ep 3: neither divides the other"),
+    ],
+)
+def test_what_does_not_divide_starts_no_process(checkpoint, monkeypatch, geometry, tp, ep, error, words):
+    monkeypatch.setattr("subprocess.Popen", None)
+    with pytest.raises(error, match=words):
+        Session(Job(str(checkpoint(geometry, "nvidia")), [], "", tp=tp, ep=ep))
+
+
+def test_a_directory_that_is_none_starts_no_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", None)
+    with pytest.raises(MissingFileError, match=r"config\.json"):
+        Session(Job(str(tmp_path), [], "", tp=2))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "cannot be read as a job"),
+        ("[]", "a list, expected an object"),
+        ('{"directory": "d", "tokens": [1], "folder": "f", "gpu": 1}', "unknown key 'gpu'"),
+        ('{"directory": "d", "tokens": [1]}', "key folder is missing"),
+        ('{"directory": "d", "tokens": ["1"], "folder": "f"}', "tokens are not integers"),
+    ],
+)
+def test_a_job_file_that_is_none_is_refused(tmp_path, text, words):
+    path = tmp_path / "job.json"
+    path.write_text(text)
+    with pytest.raises(JobError, match=words) as raised:
+        read(path)
+    assert str(path) in str(raised.value)
+
+
+# --- ranks that do not belong together -------------------------------------------------------------------------------
+
+
+def test_ranks_with_job_files_of_their_own_leave_traces(job, tmp_path):
+    jobs = [job, replace(job, folder=str(tmp_path / "elsewhere"))]
+    assert on_hosts(tmp_path, jobs) == [(0, ""), (0, "")]
+    found = [load_file(f"{one.folder}/rank-{rank}.safetensors") for rank, one in enumerate(jobs)]
+    assert torch.equal(found[0]["logits"], found[1]["logits"])
+    assert found[0]["tokens"].tolist() == IDS
+
+
+def other_config(job, checkpoint, tmp_path):
+    directory = shutil.copytree(job.directory, tmp_path / "tiny-nvidia-0")
+    (directory / "config.json").write_text((directory / "config.json").read_text() + "\n")
+    return replace(job, directory=str(directory))
+
+
+def other_bytes(job, checkpoint, tmp_path):
+    return replace(job, directory=str(checkpoint("tiny", "nvidia", 1)))
+
+
+def one_shard_less(job, checkpoint, tmp_path):
+    directory = shutil.copytree(job.directory, tmp_path / "tiny-nvidia-0")
+    next(directory.glob("*.safetensors")).unlink()
+    return replace(job, directory=str(directory))
+
+
+def other_token(job, checkpoint, tmp_path):
+    return replace(job, tokens=[*IDS[:20], (IDS[20] + 1) % 512, *IDS[21:]])
+
+
+APART = {
+    "config": (other_config, "RankMismatchError", r"config\.json \(sha256\): rank 0 has '\w{64}', rank 1 has '\w{64}'"),
+    "weights": (other_bytes, "RankMismatchError", r"checkpoint \(sha256 of 64 bytes of every tensor\): rank 0 has '\w"),
+    "tokens": (other_token, "RankMismatchError", rf"job, tokens at position 20: rank 0 has {IDS[20]}, rank 1 has"),
+    "length": (
+        lambda job, *_: replace(job, tokens=IDS[:-1]),
+        "RankMismatchError",
+        "job, tokens: rank 0 has 24, rank 1 has 23",
+    ),
+    "chunks": (
+        lambda job, *_: replace(job, prefill=[17, 4]),
+        "RankMismatchError",
+        r"job, prefill: rank 0 has \[18, 3\], rank 1 has \[17, 4\]",
+    ),
+    "mesh": (lambda job, *_: replace(job, tp=1, ep=2), "RankMismatchError", "mesh, tp: rank 0 has 2, rank 1 has 1"),
+    "file": (one_shard_less, "RankFailedError", r"loading: rank 1 failed: \w+Error: .*\.safetensors"),
+}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_ranks_that_do_not_belong_together_all_end(job, checkpoint, tmp_path, kind):
+    change, error, words = APART[kind]
+    found = on_hosts(tmp_path, [job, change(job, checkpoint, tmp_path)])
+    assert [status for status, _ in found] == [2, 2]
+    for rank, (_, message) in enumerate(found):
+        if kind != "file" or rank == 0:
+            assert message.startswith(f"{error}: "), message
+            assert re.search(words, message), message
+
+
+# --- ranks that die --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_ends_the_run(checkpoint, victim):
+    session = Session(Job(str(checkpoint("tiny", "nvidia")), [], "", ep=2, timeout=20))
+    processes = session.processes()
+    os.kill(processes[victim], signal.SIGKILL)
+    with pytest.raises(RunFailedError, match=rf"^rank {victim}: ended by SIGKILL$"):
+        session.ask(tokens=IDS, prefill=[24])
+    assert all(gone(process) for process in processes)
+
+
+def test_what_explains_an_end(tmp_path):
+    """A rank's own error goes before a death, and both before what others say about a lost rank."""
+    log = "Failures:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n  rank      : 2 (local_rank: 2)\n"
+    log += "  exitcode  : -15 (pid: 8)\nthe end"
+    assert explain(tmp_path, 3, "the end\n") == "3 ranks ended without a message: the end"
+    (tmp_path / "rank-0.error").write_text("RankLostError: rank 0: another rank is gone")
+    assert explain(tmp_path, 3, "") == "rank 0: another rank is gone"
+    assert explain(tmp_path, 3, log) == "rank 1: ended by SIGKILL"
+    (tmp_path / "rank-2.error").write_text("TokenError: tokens: id 9")
+    assert explain(tmp_path, 3, log) == "rank 2: tokens: id 9"
+
+
+def test_a_job_that_ranks_refuse(checkpoint):
+    """A token outside the vocabulary: all ranks say the same, one of them is heard."""
+    with Session(Job(str(checkpoint("tiny", "nvidia")), [], "", ep=2)) as session:
+        with pytest.raises(RunFailedError, match=r"^rank \d: tokens: id 512 at position 1, expected 0 to 511$"):
+            session.ask(tokens=[1, 512], prefill=[2])
+        with pytest.raises(RunFailedError, match="a job for ranks that have ended"):
+            session.ask(tokens=[1], prefill=[1])
