@@ -39,12 +39,14 @@ def compare(
     false_alarm: float = FALSE_ALARM,
     judge: Rebase | None = None,
     progress: Progress | None = None,
+    stop: bool = False,
 ) -> Result:
     """`operands(name)` shows what the engine bound (None: not compared, and said so in the coverage); for several
     ranks it is a `RankOperands`.
 
     `expected_tokens` are those the run was asked for. `judge` is a `Rebase` of the same checkpoint to go on using; the
     three numbers before it are then its own. `progress` is called with the name of each tap and tensor that was judged.
+    With `stop` nothing is judged after the first step that fails: for those who only ask whether and where.
     """
     report = progress or (lambda name: None)
     owner = judge or Rebase(checkpoint, samples=samples, seed=seed, false_alarm=false_alarm)
@@ -67,7 +69,9 @@ def compare(
             if row.tap not in apart:
                 rows.append(row)
             report(row.tap)
-        if "logits" in usable.taps:
+            if stop and not row.passed:
+                break
+        if "logits" in usable.taps and not (stop and any(not row.passed for row in rows)):
             logits = tokens.compare(owner, usable)
     rows.sort(key=lambda row: row.order)
     return _result(trace, checkpoint, owner, problems, tensors, rows, logits)
