@@ -24,7 +24,7 @@ from fast import errors as E
 from fast.config import Config
 from fast.layout import Stored
 from fast.nvfp4 import BLOCK, encode_workspace
-from fast.sharding import Mesh, Slice, check, component_slice, weight_slice
+from fast.sharding import Cutter, Mesh, Slice, component_slice
 from fast.store import Packing, Part, pack
 
 MIXER_ROLES = ("KDA", "DSA", "DSA indexer")
@@ -88,25 +88,28 @@ def bind_plan(
     config: Config, stored: Iterable[Stored], mesh: Mesh, *, mtp: bool = False, vision: bool = False
 ) -> tuple[Section, ...]:
     """The sections of one rank, in loading order. Raises ShardingError of some kind, also for what other ranks hold."""
-    stored = list(stored)
-    experts = config.text.n_routed_experts
-    check(stored, mesh, experts)
+    cutter = Cutter(mesh, config.text.n_routed_experts)
     wanted: dict[str, tuple[int | None, list[Binding]]] = {}
+    shapes: dict[tuple[int, str], Binding] = {}
     for item in stored:
         weight = item.weight
+        cut = cutter.of(item)
         if (weight.role == "vision" and not vision) or (weight.layer in config.text.mtp_layers and not mtp):
             continue
         name = "vision" if weight.role == "vision" else "globals" if weight.layer is None else f"layer {weight.layer}"
-        packed = item.form == "NVFP4" or weight.quantised
-        cut = weight_slice(weight, mesh, packed=packed, experts=experts)
         if cut is not None:
-            wanted.setdefault(name, (weight.layer, []))[1].append(_binding(item, cut, packed))
+            key = (id(weight.spec), item.form)
+            like = shapes.get(key)
+            if like is None:
+                like = shapes[key] = _binding(item, cut)
+            binding = Binding(item, cut, like.action, like.parts)
+            wanted.setdefault(name, (weight.layer, []))[1].append(binding)
     return tuple(Section(name, layer, tuple(items)) for name, (layer, items) in wanted.items())
 
 
-def _binding(item: Stored, cut: Slice, packed: bool) -> Binding:
+def _binding(item: Stored, cut: Slice) -> Binding:
     weight = item.weight
-    if not packed:
+    if item.form != "NVFP4" and not weight.quantised:
         operand = weight.spec.operand
         action = "adopt" if item.form == operand else "round" if item.form == "F32" else "widen"
         return Binding(item, cut, action, {"value": (OPERANDS[operand], cut.shape(weight.shape))})

@@ -106,10 +106,15 @@ def weight_slice(weight: Weight, mesh: Mesh, *, packed: bool, experts: int) -> S
 
     `packed` says that the operand is (or becomes) NVFP4. Raises IndivisibleError with the numbers, TooManyRanksError.
     """
+    if weight.expert is not None and weight.expert not in mesh.experts(experts):
+        return None
+    return cut_slice(weight, mesh, packed=packed)
+
+
+def cut_slice(weight: Weight, mesh: Mesh, *, packed: bool) -> Slice:
+    """As `weight_slice`, of a weight that is here: the same for all weights of one `Spec`."""
     cut = weight.cut
     if weight.expert is not None:
-        if weight.expert not in mesh.experts(experts):
-            return None
         size, rank = mesh.expert_tp, mesh.expert_tp_rank
     elif cut.vocabulary:
         divided = mesh.vocab == "split" or (mesh.vocab == "head" and weight.role == "lm_head")
@@ -130,6 +135,24 @@ def weight_slice(weight: Weight, mesh: Mesh, *, packed: bool, experts: int) -> S
     return Slice(cut.rule, cut.axis, rank * width, (rank + 1) * width, summed)
 
 
+class Cutter:
+    """`weight_slice` for many weights of one mesh, each kind of weight worked out once."""
+
+    def __init__(self, mesh: Mesh, experts: int) -> None:
+        self.mesh, self.local = mesh, mesh.experts(experts)
+        self._cuts: dict[tuple[int, bool], Slice] = {}
+
+    def of(self, item: Stored) -> Slice | None:
+        """Raises for a weight that cannot be cut, also when it is another rank's."""
+        weight = item.weight
+        packed = item.form == "NVFP4" or weight.quantised
+        key = (id(weight.spec), packed)
+        cut = self._cuts.get(key)
+        if cut is None:
+            cut = self._cuts[key] = cut_slice(weight, self.mesh, packed=packed)
+        return None if weight.expert is not None and weight.expert not in self.local else cut
+
+
 def component_slice(whole: Slice, component: str) -> Slice:
     """The part of one stored tensor of a weight: codes hold two columns a byte, scales a block, scalars all."""
     if whole.axis is None:
@@ -144,17 +167,17 @@ def component_slice(whole: Slice, component: str) -> Slice:
 
 def plan(stored: Iterable[Stored], mesh: Mesh, experts: int) -> dict[str, Slice | None]:
     """{checkpoint tensor name: its Slice on this rank, or None}, for every tensor of a matched checkpoint."""
+    cutter = Cutter(mesh, experts)
     out: dict[str, Slice | None] = {}
     for item in stored:
-        packed = item.form == "NVFP4" or item.weight.quantised
-        whole = weight_slice(item.weight, mesh, packed=packed, experts=experts)
+        whole = cutter.of(item)
         for component, name in item.names().items():
             out[name] = None if whole is None else component_slice(whole, component)
     return out
 
 
 def check(stored: Iterable[Stored], mesh: Mesh, experts: int) -> None:
-    """Raises as `weight_slice` does for the first tensor that cannot be cut, whatever rank holds it."""
-    mesh.experts(experts)
+    """Raises as `weight_slice` does for the first weight that cannot be cut, whatever rank holds it."""
+    cutter = Cutter(mesh, experts)
     for item in stored:
-        weight_slice(item.weight, mesh, packed=item.form == "NVFP4" or item.weight.quantised, experts=experts)
+        cutter.of(item)

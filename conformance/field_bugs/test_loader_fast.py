@@ -29,9 +29,9 @@ def tensor(dtype, shape, begin, end):
 
 
 def test_fb32_no_operand_is_a_view_of_what_is_read_next(monkeypatch):
-    """Everything passes through buffers that are reused at once: here of 64 bytes, poisoned after each conversion."""
+    """Everything passes through buffers that are reused at once: here of 2 KiB, poisoned after each conversion."""
     directory = shared("nvidia")
-    monkeypatch.setattr(reading, "PIECE", 64)
+    monkeypatch.setattr(reading, "PIECE", 2048)
     monkeypatch.setattr(reading, "INLINE", 0)
     from fast.loader import _Loader
 
