@@ -14,17 +14,27 @@ from typing import Any
 
 Make = Callable[[Any], Any]
 Edit = Callable[[Any], None]
+ODD: dict[str, Any] = {"geometry": "odd", "export": "libertai"}
+"""Where numbers that are usual in `tiny` are not."""
 
 
 @dataclass(frozen=True)
 class Patch:
-    """`swaps`: ("package.module:attribute.path", original -> replacement). `edits` get the opened `TextModel`."""
+    """`swaps`: ("package.module:attribute.path", original -> replacement). `edits` get the opened `TextModel`; `edited`
+    is where what they change is kept.
+    """
 
     swaps: tuple[tuple[str, Make], ...] = ()
     edits: tuple[Edit, ...] = ()
+    edited: str = ""
 
     def __add__(self, other: Patch) -> Patch:
-        return Patch(self.swaps + other.swaps, self.edits + other.edits)
+        return Patch(self.swaps + other.swaps, self.edits + other.edits, self.edited or other.edited)
+
+    @property
+    def where(self) -> str:
+        """The first thing changed, as "module:attribute"."""
+        return self.edited or self.swaps[0][0]
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -70,6 +80,16 @@ class Mutant:
     options: Mapping[str, Any] = field(default_factory=dict)
     equivalent: str | None = None
     fast: bool = False
+
+
+def family(fault: str) -> Callable[..., Mutant]:
+    """A short way to write the records of one class: name, source, first taps (a string of globs), patch, the rest."""
+
+    def make(name: str, source: str, first_tap: str, patch: Patch, **rest: Any) -> Mutant:
+        rest.setdefault("where", patch.where)
+        return Mutant(name=name, fault=fault, source=source, first_tap=tuple(first_tap.split()), patch=patch, **rest)
+
+    return make
 
 
 def resolve(target: str) -> tuple[Any, str]:
@@ -181,7 +201,8 @@ def layers(kind: str, change: Edit) -> Patch:
             elif kind == "indexer" and layer.kind == "dsa" and layer.attn.indexer is not None:
                 change(layer.attn.indexer)
 
-    return Patch(edits=(edit,))
+    names = {"kda": "Kda", "dsa": "Dsa", "dense": "Dense", "moe": "Moe", "indexer": "Indexer", "layer": "Layer"}
+    return Patch(edits=(edit,), edited=f"fast.layers:{names[kind]}")
 
 
 def swap(kind: str, first: str, second: str) -> Patch:

@@ -1,0 +1,260 @@
+"""How a faulty engine is judged: by its trace and operands, or by what it must encode, decode, read or refuse.
+
+A probe gets a mutant and the bench it runs on, applies the patch itself and answers a `Verdict`. Places that are no
+taps have names of their own: `encode.scale`, `decode`, `refuse.nan`, `config.hc_eps`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conformance.cases.runs import text_tokens
+from conformance.checkpoints.shared import shared
+from conformance.engines.fast import FastEngine
+from conformance.judge import Rebase, compare
+from conformance.mutants.record import Mutant, Patch
+from conformance.trace import Schedule, Trace
+from reference import config as reference_config
+from reference import nvfp4
+from reference.checkpoint import Checkpoint, open_checkpoint
+
+OPTIONS = {"kda_chunk": 16}
+"""Chunks of the KDA that a short prompt has several of."""
+
+CASES: dict[str, tuple[int, Schedule]] = {
+    "chunks": (72, Schedule((41, 23), 8, 0)),
+    "pad": (48, Schedule((27, 17), 4, 3)),
+}
+"""Tokens and how they are fed: more pools than the budget holds, an incomplete pool at every cut."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`changed`: some bit of the outcome differs from the sound engine's. `first` is the first divergence, if any."""
+
+    passed: bool
+    changed: bool
+    first: str = ""
+    operand: str = ""
+    line: str = ""
+
+
+class CleanEngineError(AssertionError):
+    """The engine without a fault does not pass: no mutant can be judged."""
+
+
+@dataclass
+class Bench:
+    """One checkpoint, its reference and verdicts so far, and the sound engine's traces of it."""
+
+    export: str
+    geometry: str
+    directory: Path
+    checkpoint: Checkpoint
+    judge: Rebase
+    clean: dict[str, Trace] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, export: str, geometry: str) -> Bench:
+        directory = shared(export, geometry)
+        checkpoint = open_checkpoint(directory)
+        return cls(export, geometry, directory, checkpoint, Rebase(checkpoint, remember=True))
+
+    def run(self, mutant: Mutant, patch: Patch) -> tuple[Trace, FastEngine]:
+        count, schedule = CASES[mutant.case]
+        engine = FastEngine()
+        with patch.applied():
+            engine.open(self.directory, **OPTIONS | dict(mutant.options))
+            patch.edit(engine.model)
+            return engine.run(text_tokens()[:count], schedule), engine
+
+    def sound(self, mutant: Mutant) -> Trace:
+        """The trace without a fault, judged once. Raises CleanEngineError."""
+        key = f"{mutant.case} {sorted(mutant.options.items())}"
+        if key not in self.clean:
+            trace, engine = self.run(mutant, Patch())
+            result = compare(trace, self.checkpoint, operands=engine.operands, judge=self.judge, stop=True)
+            if result.first_divergence is not None:
+                raise CleanEngineError(f"{self.geometry} {self.export}, {key}: {result.first_divergence.line}")
+            self.clean[key] = trace
+        return self.clean[key]
+
+
+def trace(mutant: Mutant, bench: Bench) -> Verdict:
+    """Rebased comparison up to the first step that fails, and the operands bit by bit."""
+    sound = bench.sound(mutant)
+    found, engine = bench.run(mutant, mutant.patch)
+    result = compare(found, bench.checkpoint, operands=engine.operands, judge=bench.judge, stop=True)
+    bad = [row.name for row in result.tensors if not row.passed]
+    operand = next((name for name in bad if mutant.operand and fnmatchcase(name, mutant.operand)), next(iter(bad), ""))
+    first = result.first_divergence
+    changed = bool(bad) or not same(sound, found)
+    return Verdict(result.passed, changed, first.tap if first else "", operand, first.line if first else "")
+
+
+def same(a: Trace, b: Trace) -> bool:
+    return list(a.taps) == list(b.taps) and all(
+        x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+        for x, y in zip(a.taps.values(), b.taps.values(), strict=True)
+    )
+
+
+def codec(mutant: Mutant, bench: Bench) -> Verdict:
+    """Every code under every scale, encodings of blocks that find every rounding, and what must be refused."""
+    with mutant.patch.applied():
+        return _first(codec_answers(), _codec_truth())
+
+
+def config(mutant: Mutant, bench: Bench) -> Verdict:
+    """Every field as the reference reads it, and configs that contradict themselves, which must be refused."""
+    import fast.config
+
+    raws = {geometry: json.loads((shared("nvidia", geometry) / "config.json").read_text()) for geometry in GEOMETRIES}
+    with mutant.patch.applied():
+        found = dict(config_answers(raws, fast.config.parse))
+    return _first(found.items(), dict(config_answers(raws, reference_config.parse)))
+
+
+def _first(found: Any, truth: dict[str, Any]) -> Verdict:
+    """The first answer that is not the truth; all answers are exact."""
+    for name, value in found:
+        if value != truth[name]:
+            return Verdict(False, True, name, "", f"{name}: {str(value)[:80]}, expected {str(truth[name])[:80]}")
+    return Verdict(True, False)
+
+
+GEOMETRIES = ("tiny", "odd")
+
+
+def weights() -> Iterator[tuple[str, np.ndarray]]:
+    """Blocks that find a wrong rounding, clamp, tie, sign or rule for zeros. Float32 [rows, 32]."""
+    step = np.arange(-7.5, 8.5, 0.25, dtype=np.float32)
+    yield "ties", np.concatenate([step, np.float32([6, 0, -6, 0.25, -0.25, 1.25, 2.5, 5] * 4)]).reshape(-1, 32)
+    yield "zeros", np.zeros((2, 32), np.float32)
+    mixed = np.zeros((2, 32), np.float32)
+    mixed[0, 16:] = 1.0
+    mixed[1, 0] = -0.0
+    yield "zero block", mixed
+    wide = np.float32([2.0**e for e in range(-24, 8)]) * np.float32(1.1)
+    yield "range", np.stack([wide, -wide])
+    draw = np.random.default_rng(7).standard_normal((64, 32)).astype(np.float32)
+    yield "normal", draw
+    yield "small", draw * np.float32(2.0**-20)
+    spread = draw * np.exp2(np.arange(64, dtype=np.float32)[:, None] / 4 - 12)
+    yield "spread", spread.astype(np.float32)
+
+
+def _codec_truth() -> dict[str, Any]:
+    truth: dict[str, Any] = {"decode": _decoded_bytes(_every_code()), "refuse": "refused"}
+    for name, w in weights():
+        packed = nvfp4.encode(w)
+        truth[f"encode.scale_2 {name}"] = np.float32(packed.scale_2).tobytes()
+        truth[f"encode.scale {name}"] = packed.scale.tobytes()
+        truth[f"encode.codes {name}"] = packed.packed.tobytes()
+    return truth | {f"refuse.{name}": True for name in ("nan", "negative", "scale_2", "infinite")}
+
+
+def _every_code() -> tuple[np.ndarray, np.ndarray]:
+    """Codes u8 [127, 256] and scales u8 [127, 32]: every byte under every scale that is a number."""
+    codes = np.tile(np.arange(256, dtype=np.uint8).reshape(1, 256), (127, 1))
+    scale = np.tile(np.arange(127, dtype=np.uint8)[:, None], (1, 32))
+    return codes, scale
+
+
+def _decoded_bytes(packed: tuple[np.ndarray, np.ndarray]) -> bytes:
+    return nvfp4.decode(*packed, np.float32(0.37)).tobytes()
+
+
+def codec_answers() -> Iterator[tuple[str, Any]]:
+    import torch
+
+    import fast.nvfp4 as fast
+    from fast.errors import InputError
+
+    codes, scale = (torch.from_numpy(x) for x in _every_code())
+    yield "decode", fast.decode(fast.Packed(codes, scale, torch.tensor(np.float32(0.37)))).numpy().tobytes()
+    for name, w in weights():
+        packed = fast.encode(torch.from_numpy(w))
+        yield f"encode.scale_2 {name}", packed.scale_2.numpy().tobytes()
+        yield f"encode.scale {name}", packed.scale.numpy().tobytes()
+        yield f"encode.codes {name}", packed.codes.numpy().tobytes()
+    one, unit = torch.full((1, 8), 0x22, dtype=torch.uint8), torch.tensor(1.0)
+
+    def refuses(act: Callable[[], object]) -> bool:
+        try:
+            act()
+        except InputError:
+            return True
+        return False
+
+    def scaled(byte: int) -> Any:
+        return fast.Packed(one, torch.tensor([[byte]], dtype=torch.uint8), unit)
+
+    yield "refuse.nan", all(refuses(lambda b=b: fast.decode(scaled(b))) for b in (0x7F, 0xFF))
+    yield "refuse.negative", all(refuses(lambda b=b: fast.decode(scaled(b))) for b in (0x80, 0xB8))
+    lies = [torch.tensor(value) for value in (float("nan"), float("inf"), -1.0, 0.0)]
+    byte = torch.tensor([[0x38]], dtype=torch.uint8)
+    yield "refuse.scale_2", all(refuses(lambda s=s: fast.decode(fast.Packed(one, byte, s))) for s in lies)
+    bad = [torch.ones(2, 16).index_fill(1, torch.tensor([3]), value) for value in (float("nan"), float("inf"))]
+    yield "refuse.infinite", all(refuses(lambda w=w: fast.encode(w)) for w in bad)
+
+
+Change = Callable[[dict[str, Any]], object]
+LIES: dict[str, Change] = {
+    "gate_lower_bound": lambda t: t["linear_attn_config"].pop("gate_lower_bound"),
+    "index_kpool": lambda t: t.pop("index_kpool"),
+    "both lists": lambda t: t["linear_attn_config"]["kda_layers"].append(
+        t["linear_attn_config"]["full_attn_layers"][0]
+    ),
+    "neither list": lambda t: t["linear_attn_config"]["kda_layers"].pop(),
+    "out of range": lambda t: t["linear_attn_config"]["kda_layers"].append(t["num_hidden_layers"]),
+    "one-based": lambda t: t["linear_attn_config"].update(
+        kda_layers=[i + 1 for i in t["linear_attn_config"]["kda_layers"]]
+    ),
+    "layer_types": lambda t: t["layer_types"].__setitem__(0, "deepseek_sparse_attention"),
+    "unknown layer type": lambda t: t["layer_types"].__setitem__(0, "mamba"),
+    "mlp_layer_types": lambda t: t["mlp_layer_types"].__setitem__(0, "sparse"),
+    "scoring_func": lambda t: t.update(scoring_func="softmax"),
+    "topk_method": lambda t: t.update(topk_method="greedy"),
+    "hidden_act": lambda t: t.update(hidden_act="gelu"),
+    "rms_norm_eps": lambda t: t.pop("rms_norm_eps"),
+    "swiglu_limit": lambda t: t.pop("swiglu_limit"),
+    "qk_rope_head_dim": lambda t: t.update(qk_rope_head_dim=64),
+    "positive bound": lambda t: t["linear_attn_config"].update(gate_lower_bound=5.0),
+    "topk of pools": lambda t: t.update(index_topk=t["index_topk"] + 1),
+    "group count": lambda t: t.update(n_group=7),
+}
+"""text_config edits after which the config must be refused."""
+
+
+def config_answers(raws: dict[str, dict[str, Any]], parse: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
+    """Fields that both readers name alike, of every geometry, then which lies are refused (True for each)."""
+    import fast.errors
+    import reference.errors
+
+    names = {f.name for f in fields(reference_config.TextConfig)}
+    for geometry, raw in raws.items():
+        text = parse(copy.deepcopy(raw)).text
+        for f in fields(text):
+            if f.name in names:
+                value = getattr(text, f.name)
+                yield f"config.{f.name} {geometry}", tuple(value) if isinstance(value, (list, tuple)) else value
+        for name, lie in LIES.items():
+            changed = copy.deepcopy(raw)
+            lie(changed["text_config"])
+            try:
+                parse(changed)
+                yield f"refuse.{name} {geometry}", False
+            except (fast.errors.InputError, reference.errors.InputError):
+                yield f"refuse.{name} {geometry}", True
+
+
+PROBES: dict[str, Callable[[Mutant, Bench], Verdict]] = {"trace": trace, "codec": codec, "config": config}
