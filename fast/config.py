@@ -327,7 +327,8 @@ def _kinds(s: Section, kda: tuple[int, ...], dsa: tuple[int, ...], layers: int) 
     missing = sorted(set(range(layers)) - set(kda) - set(dsa))
     if missing:
         raise LayerListError(f"{s.path}: layer {missing[0]} is in neither kda_layers nor full_attn_layers")
-    return ["kda" if layer in set(kda) else "dsa" for layer in range(layers)]
+    linear = set(kda)
+    return ["kda" if layer in linear else "dsa" for layer in range(layers)]
 
 
 def _agree(s: Section, kinds: list[str], dense: int) -> None:

@@ -1,6 +1,6 @@
 """From a checkpoint directory to the operands of one rank.
 
-    weights = load(directory, device="cpu", tp=1, ep=1, rank=0, mtp=False, vision=False)
+    weights = load(directory, device="cpu", tp=1, ep=1, rank=0, mtp=False, vision=False, vocab="replicated")
 
     weights.config                      fast.config.Config
     weights.tensor(name)                operand of an unpacked weight: BF16; F32 for A_log, dt_bias,

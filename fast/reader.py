@@ -42,8 +42,9 @@ def threads() -> int:
 
 
 def window(tensors: Mapping[str, TensorInfo]) -> int:
-    """Host bytes that reading these tensors holds at a time: mapped pages on a CPU, pinned buffers for CUDA."""
-    return threads() * min(PIECE, max((info.nbytes for info in tensors.values()), default=0))
+    """Host bytes that reading these tensors holds at a time: mapped pages on a CPU, pinned buffers for CUDA; one piece
+    for each thread and one for the caller, who reads small tensors himself."""
+    return (threads() + 1) * min(PIECE, max((info.nbytes for info in tensors.values()), default=0))
 
 
 class Reader:
@@ -59,7 +60,7 @@ class Reader:
         self._pending: deque[Future[None]] = deque()
         self._windows: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         if device.type == "cuda":
-            size = window(directory.tensors) // threads()
+            size = window(directory.tensors) // (threads() + 1)
             for _ in range(threads() + 1):
                 self._windows.put(torch.empty(size, dtype=torch.uint8, pin_memory=True))
 
