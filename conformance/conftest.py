@@ -15,6 +15,8 @@ import pytest
 from conformance.judge.result import Result
 
 RESULT = "glm53-result"
+HERE = Path(__file__).parent
+OWN_RANKS = {"--engine": "fast", "--checkpoint": None, "--device": None, "--tp": 1, "--ep": 1}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,6 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ep", type=int, default=1, metavar="N", help="expert-parallel ranks")
     group.addoption("--device", metavar="NAME", help="cpu or cuda")
     group.addoption("--report", type=Path, metavar="FILE", help="write FILE (.html) and the same results as .json")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Whoever chooses an engine, a checkpoint, a device or ranks gets `test_conformance` with that choice alone."""
+    chosen = any(config.getoption(option) != default for option, default in OWN_RANKS.items())
+    return True if collection_path.name == "test_ranks.py" and collection_path.parent == HERE and chosen else None
 
 
 @pytest.fixture(scope="session")

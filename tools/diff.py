@@ -1,19 +1,20 @@
 """`glm53 diff`: judge a trace against the reference, two traces against each other, or say what a trace lacks."""
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from conformance import advice, judge, pairwise
+from conformance import advice, judge, pairwise, rank_traces
 from conformance.judge.rebase import SAMPLES
 from conformance.report import html, machine, terminal
 from conformance.trace import Trace
 from reference.checkpoint import Checkpoint, open_checkpoint
 from tools.errors import UsageError
-from tools.output import write_json
+from tools.output import check_outputs, guarded, write_json
 from tools.progress import step_bar
 
 
@@ -22,7 +23,7 @@ def diff(
 ) -> tuple[list[judge.Result], list[pairwise.Pair]]:
     """One result per trace, and for two traces the pairs of their taps. Raises an `InputError`."""
     checkpoint = open_checkpoint(directory)
-    traces = [Trace.load(file) for file in files]
+    traces = [rank_traces.of_path(file) for file in files]
     pairs = pairwise.compare(*traces) if len(traces) == 2 else []
     owner = judge.Rebase(checkpoint, samples=samples, seed=seed)
     return [
@@ -38,7 +39,7 @@ def _judge(trace: Trace, checkpoint: Checkpoint, owner: judge.Rebase, name: str,
 def check(file: Path, directory: Path | None) -> advice.Advice:
     """What a trace lacks. Raises an `InputError` for a file that cannot be read at all."""
     config = None if directory is None else open_checkpoint(directory).config
-    return advice.advise(Trace.load(file), config)
+    return advice.advise(rank_traces.of_path(file), config)
 
 
 def print_advice(file: Path, found: advice.Advice, console: Console) -> None:
@@ -88,7 +89,8 @@ def print_pairs(pairs: list[pairwise.Pair], console: Console) -> None:
 
 def command(
     traces: Annotated[
-        list[Path] | None, typer.Argument(metavar="TRACE [TRACE2]", help="Trace file to judge, or two.")
+        list[Path] | None,
+        typer.Argument(metavar="TRACE [TRACE2]", help="Trace file or folder of rank traces to judge, or two."),
     ] = None,
     checkpoint: Annotated[Path | None, typer.Option(metavar="DIR", help="Checkpoint the trace was made with.")] = None,
     check_file: Annotated[
@@ -108,6 +110,7 @@ def command(
     """
     files = traces or []
     console = terminal.default_console(quiet)
+    check_outputs({"--html": html_file, "--json": json_file}, reads=[*files, check_file])
     if check_file is not None:
         if files:
             raise UsageError(f"--check {check_file}: takes no further trace, found {files[0]}")
@@ -122,10 +125,7 @@ def command(
     results, pairs = diff(files, checkpoint, seed=seed, samples=samples, quiet=quiet)
     for path, write in ((html_file, html.write), (json_file, machine.write)):
         if path is not None:
-            try:
-                write(results, path, pairs)
-            except OSError as error:
-                raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+            guarded("--html" if path is html_file else "--json", path, partial(write, results, path, pairs))
     if not quiet:
         terminal.print_report(results, console)
         if len(files) == 2:

@@ -1,5 +1,6 @@
 """`glm53 trace`: run an engine over a checkpoint and write what it computed."""
 
+import dataclasses
 import re
 import time
 from pathlib import Path
@@ -8,10 +9,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from conformance import rank_traces
 from conformance.engines import registry
 from conformance.trace import Schedule, Trace
 from tools.errors import UsageError
-from tools.output import write_json
+from tools.output import check_outputs, write_json
 from tools.progress import step_bar
 from tools.tokens import tokens_of
 
@@ -29,25 +31,49 @@ def trace(
     pad: int = 0,
     taps: str = "*",
     options: dict[str, Any] | None = None,
+    ranks: Path | None = None,
     quiet: bool = False,
 ) -> Trace:
-    """Run and save; returns the trace. Raises an `InputError`, or `UsageError` when `out` cannot be written."""
+    """Run and save; returns the trace. `ranks` is a folder for the traces of single ranks.
+
+    Raises an `InputError`, or `UsageError` when `out` or `ranks` cannot be written.
+    """
     schedule = Schedule.of(len(tokens), decode=decode, chunk=prefill_chunk, pad=pad)
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: {out.parent} is not a directory")
     runner: Any = registry.create(engine)
     runner.open(directory, **(options or {}))
+    several = hasattr(runner, "run_ranks") and runner.mesh.world > 1
+    if ranks is not None and not several:
+        raise UsageError(f"--ranks {ranks}: the run has one rank; give --tp N or --ep N and an engine that takes them")
     with step_bar(f"{engine} on {directory.name}", quiet) as advance:
         if hasattr(runner, "watch"):
             calls = len(schedule.prefill) + schedule.decode
             total = calls * runner.config.text.num_hidden_layers
             runner.watch = lambda name: advance(total) if LAYER_OUT.fullmatch(name) else None
-        made = runner.run(tokens, schedule, taps)
-    try:
-        made.save(out)
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written: {error.strerror or error}") from None
+        parts = runner.run_ranks(tokens, schedule, taps) if several else [runner.run(tokens, schedule, taps)]
+    made = rank_traces.joined(parts) if several else parts[0]
+    for option, path in (("--ranks", ranks), ("--out", out)):
+        try:
+            if option == "--out":
+                made.save(out)
+            elif ranks is not None:
+                rank_traces.save(parts, ranks)
+        except OSError as error:
+            raise UsageError(f"{option} {path}: cannot be written: {error.strerror or error}") from None
     return made
+
+
+def job_of(directory: Path, tokens: np.ndarray, schedule: Schedule, folder: Path, **settings: Any) -> dict[str, Any]:
+    """What `torchrun .. -m fast.worker FILE` runs, on hosts that this command does not reach. Raises UsageError."""
+    from fast.worker import Job
+
+    known = {item.name for item in dataclasses.fields(Job)}
+    for key in settings:
+        if key not in known:
+            raise UsageError(f"--job: ranks have no option {key}; they have {', '.join(sorted(known))}")
+    feeding: dict[str, Any] = {"prefill": list(schedule.prefill), "pad": schedule.pad}
+    return dataclasses.asdict(Job(str(directory), tokens.tolist(), str(folder), **feeding, **settings))
 
 
 def engine_options(pairs: list[str], **named: Any) -> dict[str, Any]:
@@ -75,7 +101,7 @@ def summary(made: Trace, out: Path, seconds: float) -> dict[str, Any]:
 
 def command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory.")],
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Trace file to write.")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Trace file to write.")] = None,
     engine: Annotated[str, typer.Option(help="reference, fast, transformers, file or package.module:Class.")] = "fast",
     tokens: Annotated[Path | None, typer.Option(metavar="FILE", help="Token ids: text or .npy.")] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to run instead of --tokens.")] = None,
@@ -90,6 +116,13 @@ def command(
     decode: Annotated[int, typer.Option(metavar="N", help="Feed the last N tokens one at a time.")] = 0,
     pad: Annotated[int, typer.Option(metavar="N", help="Left padding before the first token.")] = 0,
     mtp: Annotated[int | None, typer.Option(metavar="K", help="Drafts after the input; adds the taps mtp.*.")] = None,
+    ranks: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="With --tp or --ep: also write each rank's own trace here.")
+    ] = None,
+    job_file: Annotated[
+        Path | None,
+        typer.Option("--job", metavar="FILE", help="Run nothing: write what torchrun starts as fast ranks on hosts."),
+    ] = None,
     taps: Annotated[str, typer.Option(metavar="GLOB", help="Taps to keep; several globs with commas.")] = "*",
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Further option of the engine; repeatable.")
@@ -99,10 +132,22 @@ def command(
 ) -> None:
     """Run an engine and write its trace.
 
+    Ranks that differ in what they must hold alike are named; the exit status is then 1, and `glm53 diff` says the same.
+
     Example: glm53 trace tiny --engine fast --prompt "Hello, world." --decode 4 --out fast.trace
     """
+    check_outputs({"--out": out, "--json": json_file, "--job": job_file}, reads=[tokens])
     ids = tokens_of(tokens, prompt, directory)
     options = engine_options(option or [], arithmetic=arithmetic, seed=seed, tp=tp, ep=ep, device=device, mtp=mtp)
+    if job_file is not None:
+        settings = {"drafts" if key == "mtp" else key: value for key, value in options.items()}
+        schedule = Schedule.of(len(ids), decode=decode, chunk=prefill_chunk, pad=pad)
+        if engine != "fast":
+            raise UsageError(f"--job {job_file}: engine {engine} has no ranks that torchrun starts, fast has")
+        write_json(job_file, job_of(directory, ids, schedule, ranks or Path("ranks"), taps=taps, **settings))
+        return
+    if out is None:
+        raise UsageError("--out FILE is missing")
     started = time.perf_counter()
     made = trace(
         directory,
@@ -114,9 +159,15 @@ def command(
         pad=pad,
         taps=taps,
         options=options,
+        ranks=ranks,
         quiet=quiet,
     )
     result = summary(made, out, time.perf_counter() - started)
     write_json(json_file, result)
     if not quiet:
         typer.echo(f"{out}: {len(made.taps)} taps of {result['tokens']} tokens, {result['bytes']:,} bytes")
+    apart = rank_traces.disagreements(made)
+    for name, why in apart.items():
+        typer.echo(f"{name}: {why}", err=True)
+    if apart:
+        raise typer.Exit(1)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from conformance import taps
-from conformance.judge import bits, rank_bits, tokens
+from conformance.judge import bits, drafts, rank_bits, tokens
 from conformance.judge.bits import Operands
 from conformance.judge.bounds import FAMILIES
 from conformance.judge.rank_bits import RankOperands
@@ -52,20 +53,19 @@ def compare(
     owner = judge or Rebase(checkpoint, samples=samples, seed=seed, false_alarm=false_alarm)
     problems, unfit = _problems(trace, checkpoint, expected_tokens)
     tensors: list[TensorRow] = []
-    for tensor in _tensors(checkpoint, operands):
+    for tensor in _tensors(checkpoint, operands, _has_drafts(trace)):
         tensors.append(tensor)
         report(tensor.name)
     usable = Trace(trace.metadata, {name: tap for name, tap in trace.taps.items() if name not in unfit})
     apart = {name: why for name, why in disagreements(trace).items() if name in trace.taps}
     problems += [Problem("ranks", name, why, "one plan", True, f"tap {name}: {why}") for name, why in apart.items()]
+    places = {name: place for place, name in enumerate([*owner.order, *drafts.order(owner.config)])}
     rows: list[TapRow] = [
-        unfit_row(owner.order[name], name, trace.taps[name], why)
-        for name, why in (unfit | apart).items()
-        if name in owner.order
+        unfit_row(places[name], name, trace.taps[name], why) for name, why in (unfit | apart).items() if name in places
     ]
     logits: tuple[TokenRow, ...] = ()
     if not any(problem.kind in ("empty", "missing") and problem.fatal for problem in problems):
-        for row in owner.rows(usable):
+        for row in chain(owner.rows(usable), drafts.rows(owner, usable)):
             if row.tap not in apart:
                 rows.append(row)
             report(row.tap)
@@ -77,10 +77,18 @@ def compare(
     return _result(trace, checkpoint, owner, problems, tensors, rows, logits)
 
 
-def _tensors(checkpoint: Checkpoint, operands: Operands | RankOperands | None) -> Iterator[TensorRow]:
+def _tensors(checkpoint: Checkpoint, operands: Operands | RankOperands | None, block: bool) -> Iterator[TensorRow]:
+    """With `block`, those of the draft block too."""
+    names = bits.weights(checkpoint, drafts=block)
     if isinstance(operands, RankOperands):
-        return rank_bits.compare(checkpoint, operands)
-    return iter(()) if operands is None else bits.compare(checkpoint, operands)
+        packed = [name for name in names if checkpoint.specs[name].role == bits.PACKED_AT_LOAD]
+        whole = [name for name in packed if checkpoint.dtype(name) == "BF16"]
+        return rank_bits.compare(checkpoint, operands, [name for name in names if name not in whole])
+    return iter(()) if operands is None else bits.compare(checkpoint, operands, names)
+
+
+def _has_drafts(trace: Trace) -> bool:
+    return any(name.startswith("mtp.") for name in trace.taps)
 
 
 def _problems(trace: Trace, checkpoint: Checkpoint, expected_tokens: Any) -> tuple[list[Problem], dict[str, str]]:
@@ -112,6 +120,7 @@ def _problems(trace: Trace, checkpoint: Checkpoint, expected_tokens: Any) -> tup
             problems.append(Problem("metadata", "trace", str(fault), "", True, str(fault)))
             if "id " in str(fault):
                 problems.append(Problem("missing", "tokens", str(fault), "", True, "tokens cannot be used"))
+    problems += drafts.problems(trace, checkpoint.config)
     for name in found.unknown:
         problems.append(Problem("extra", name, name, "", True, f"tap {name} is in no table of known names"))
     return problems, unfit
@@ -132,6 +141,11 @@ def _unfit(trace: Trace, checkpoint: Checkpoint) -> dict[str, str]:
             isinstance(want, int) and want != have for want, have in zip(spec.shape, tap.shape, strict=True)
         ):
             out[name] = f"shape {list(tap.shape)}, expected {list(spec.shape)}"
+    if ids is not None and ids.ndim:
+        rest = Trace(
+            trace.metadata, {name: tap for name, tap in trace.taps.items() if name not in out or name == "tokens"}
+        )
+        out |= drafts.unfit(rest, checkpoint.config)
     return out
 
 
@@ -149,10 +163,11 @@ def _result(
     rows: list[TapRow],
     logits: tuple[TokenRow, ...],
 ) -> Result:
-    known = [name for name in owner.order if not name.endswith("attn.u")]
+    block = drafts.order(owner.config) if _has_drafts(trace) else []
+    known = [*(name for name in owner.order if not name.endswith("attn.u")), *block]
     compared = {row.tap for row in rows if row.compared > 0}
     shown = {row.name for row in tensors}
-    weights = bits.weights(checkpoint)
+    weights = bits.weights(checkpoint, drafts=bool(block))
     judged_nothing = not any(row.compared for row in rows)
     if judged_nothing:
         problems = [*problems, Problem("empty", "taps", "0 compared", "at least 1", True, "nothing was compared")]
@@ -165,7 +180,7 @@ def _result(
     ids = trace.taps.get("tokens")
     meta = trace.metadata
     return Result(
-        engine=meta.get("engine", ""),
+        engine=_who(meta),
         engine_version=meta.get("engine_version", ""),
         checkpoint=meta.get("checkpoint", ""),
         export=checkpoint.export,
@@ -192,6 +207,12 @@ def _result(
         ),
         statistics=replace(owner.statistics(0), checks=len(rows) * FAMILIES),
     )
+
+
+def _who(meta: dict[str, str]) -> str:
+    """The engine, and its ranks where there are several."""
+    sizes = [f"{key}{meta[key]}" for key in ("tp", "ep") if meta.get(key, "1") != "1"]
+    return " ".join([meta.get("engine", ""), *sizes])
 
 
 def _divergence(
