@@ -15,14 +15,17 @@ _TEMPLATE = """<!doctype html>
 <meta name="color-scheme" content="light dark"><title>{{ 'PASS' if passed else 'FAIL' }} · mutants</title>
 <style>{{ style | safe }}</style></head><body>
 <header class="top"><p class="brand">glm53 conformance</p></header><main>
-<section class="verdict {{ 'pass' if passed else 'fail' }}"><p class="stamp">{{ 'PASS' if passed else 'FAIL' }}</p><div>
-<h1 class="finding">{{ total.caught }} of {{ total.caught + total.missed }} faults caught, {{ total.localised }} named at
-their place</h1>
+<section class="verdict {{ 'pass' if passed else 'fail' }}">
+<p class="stamp">{{ 'PASS' if passed else 'FAIL' }}</p><div>
+<h1 class="finding">{{ total.caught }} of {{ total.caught + total.missed }} faults caught,
+{{ total.localised }} named at their place</h1>
 <p class="subject">{{ total.mutants }} faults put into the fast engine one at a time, {{ total.equivalent }} of them
 without effect by proof</p></div></section>
 <section class="card"><h2>By class</h2><div class="scroll" tabindex="0" role="region" aria-label="Score per class">
-<table><thead><tr><th scope="col">class</th><th scope="col" class="num">mutants</th><th scope="col" class="num">caught</th>
-<th scope="col" class="num">missed</th><th scope="col" class="num">localised</th><th scope="col" class="num">equivalent</th>
+<table><thead><tr><th scope="col">class</th>
+{%- for name in ('mutants', 'caught', 'missed', 'localised', 'equivalent') %}
+<th scope="col" class="num">{{ name }}</th>
+{%- endfor %}
 </tr></thead><tbody>
 {%- for s in scores %}
 <tr><th scope="row">{{ s.fault }}</th><td class="num">{{ s.mutants }}</td><td class="num">{{ s.caught }}</td>
@@ -35,7 +38,8 @@ without effect by proof</p></div></section>
 <th scope="col">where</th><th scope="col">expected first</th><th scope="col">found first</th>
 <th scope="col" class="num">s</th></tr></thead><tbody>
 {%- for o in outcomes %}
-<tr><td><span class="mark {{ 'pass' if o.good and (o.localised or o.equivalent) else 'fail' }}">{{ verdict(o) }}</span></td>
+{%- set fine = o.good and (o.localised or o.equivalent) %}
+<tr><td><span class="mark {{ 'pass' if fine else 'fail' }}">{{ verdict(o) }}</span></td>
 <th scope="row" class="mono">{{ o.name }}</th><td>{{ o.source }}</td><td class="mono">{{ o.where }}</td>
 <td class="mono">{{ o.equivalent or o.expected | join(' or ') }}</td>
 <td>{{ o.error or o.line or 'nothing' }}</td><td class="num">{{ '%.1f' | format(o.seconds) }}</td></tr>

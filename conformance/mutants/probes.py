@@ -38,7 +38,9 @@ CASES: dict[str, tuple[int, Schedule]] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """`changed`: some bit of the outcome differs from the sound engine's. `first` is the first divergence, if any."""
+    """`changed`: some bit of the outcome differs from the sound engine's. `first` is the first divergence, if any,
+    `operand` a differing operand: one that the record does not name, where there is any.
+    """
 
     passed: bool
     changed: bool
@@ -94,7 +96,8 @@ def trace(mutant: Mutant, bench: Bench) -> Verdict:
     found, engine = bench.run(mutant, mutant.patch)
     result = compare(found, bench.checkpoint, operands=engine.operands, judge=bench.judge, stop=True)
     bad = [row.name for row in result.tensors if not row.passed]
-    operand = next((name for name in bad if mutant.operand and fnmatchcase(name, mutant.operand)), next(iter(bad), ""))
+    strange = [name for name in bad if not (mutant.operand and fnmatchcase(name, mutant.operand))]
+    operand = (strange or bad or [""])[0]
     first = result.first_divergence
     changed = bool(bad) or not same(sound, found)
     return Verdict(result.passed, changed, first.tap if first else "", operand, first.line if first else "")

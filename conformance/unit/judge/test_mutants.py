@@ -1,0 +1,141 @@
+"""The catalogue of faults: sound records, patches that leave nothing behind, and a few that have to be caught."""
+
+import re
+from dataclasses import replace as altered
+from pathlib import Path
+
+import pytest
+
+from conformance.mutants import catalogue, page, runner
+from conformance.mutants.probes import CASES, PROBES, Bench
+from conformance.mutants.record import Patch, argument, output, replace, resolve
+
+CLASSES = {
+    "codec", "loader", "dtype", "KDA", "DSA-indexer", "MLA", "mHC", "norm", "MoE-routing", "MoE-compute", "cache",
+    "chunking", "numerics", "config", "quantiser",
+}  # fmt: skip
+FIELD_BUGS = {
+    int(number)
+    for path in (Path(__file__).parents[2] / "field_bugs").glob("test_*.py")
+    for number in re.findall(r"def test_fb(\d+)_", path.read_text(encoding="utf-8"))
+}
+
+
+def outcome(**changes):
+    sound = runner.Outcome("a", "KDA", "FB65", "m:f", ("x",), None, True, True, True, "x", "TAP x", "", 0.1)
+    return altered(sound, **changes)
+
+
+def test_there_are_a_hundred_and_each_has_a_name_of_its_own():
+    names = [mutant.name for mutant in catalogue.mutants()]
+    assert len(names) >= 100
+    assert len(set(names)) == len(names)
+    assert {mutant.fault for mutant in catalogue.mutants()} >= CLASSES
+
+
+@pytest.mark.parametrize("mutant", catalogue.mutants(), ids=lambda mutant: mutant.name)
+def test_a_record_holds_and_its_patch_is_taken_back(mutant):
+    assert mutant.first_tap
+    assert mutant.probe in PROBES
+    assert mutant.case in CASES
+    assert mutant.patch.swaps or mutant.patch.edits
+    if mutant.source.startswith("FB"):
+        assert int(mutant.source[2:]) in FIELD_BUGS, f"{mutant.source} has no test in conformance/field_bugs"
+    resolve(mutant.where)
+    places = [resolve(target) for target, _ in mutant.patch.swaps]
+    before = [vars(owner)[name] for owner, name in places]
+    with mutant.patch.applied():
+        after = [vars(owner)[name] for owner, name in places]
+        assert all(new is not old for new, old in zip(after, before, strict=True))
+    assert all(vars(owner)[name] is old for (owner, name), old in zip(places, before, strict=True))
+
+
+def test_a_patch_is_taken_back_when_the_engine_raises():
+    import fast.ops.kda
+
+    before = fast.ops.kda.unit
+    with pytest.raises(ZeroDivisionError), output("fast.ops.kda:unit", lambda x: x).applied():
+        assert fast.ops.kda.unit is not before
+        raise ZeroDivisionError
+    assert fast.ops.kda.unit is before
+
+
+def test_two_patches_of_one_place_are_taken_back_in_turn():
+    import fast.ops.kda
+
+    before = fast.ops.kda.unit
+    with (output("fast.ops.kda:unit", lambda x: x) + argument("fast.ops.kda:unit", 0, lambda x: x)).applied():
+        pass
+    assert fast.ops.kda.unit is before
+
+
+def test_a_target_that_is_gone_is_an_error():
+    with pytest.raises(AttributeError, match="no_such"), replace("fast.ops.kda:no_such", None).applied():
+        pass
+
+
+@pytest.fixture(scope="module")
+def benches():
+    return {}
+
+
+SHOWN = ("mhc-comb-not-transposed", "kda-decay-softplus", "quantiser-ties-away", "config-bound-defaulted")
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_fault_is_caught_and_named(name, benches):
+    found = runner.run_one(altered(catalogue.by_name()[name], geometry="odd", export="libertai"), benches)
+    assert found.good, page.finding(found)
+    assert found.localised, page.finding(found)
+
+
+def test_the_engine_without_a_fault_is_not_caught(benches):
+    sound = altered(catalogue.by_name()["mhc-comb-not-transposed"], geometry="odd", export="libertai", patch=Patch())
+    found = runner.run_one(sound, benches)
+    assert not found.caught
+    assert not found.changed
+    assert not found.error
+    assert not found.good, "a fault that changes nothing is no success"
+
+
+def test_an_engine_that_falls_over_is_not_a_success(benches):
+    broken = altered(
+        catalogue.by_name()["mhc-comb-not-transposed"],
+        geometry="odd",
+        export="libertai",
+        patch=output("fast.ops.mhc:mix", lambda mix: mix.nothing),
+    )
+    found = runner.run_one(broken, benches)
+    assert "nothing" in found.error
+    assert not found.good
+
+
+def test_one_miss_fails_the_run():
+    caught = [outcome(name=str(i)) for i in range(100)]
+    assert runner.passed(caught)
+    assert not runner.passed([*caught, outcome(caught=False, localised=False)])
+    assert not runner.passed([])
+    assert not runner.passed([*caught, outcome(equivalent="proof")])
+    assert runner.passed([*caught, outcome(caught=False, localised=False, equivalent="proof")])
+    assert not runner.passed([*caught, outcome(error="ValueError: x")])
+
+
+def test_the_wrong_place_counts():
+    def share(elsewhere):
+        return [outcome(name=str(i), localised=i >= elsewhere) for i in range(100)]
+
+    assert runner.passed(share(5))
+    assert not runner.passed(share(6))
+
+
+def test_the_page_says_what_was_missed():
+    text = page.render([outcome(), outcome(name="lost", caught=False, localised=False)])
+    assert "FAIL" in text
+    assert "lost" in text
+    assert "missed" in text
+    assert "http" not in text
+
+
+def test_a_bench_knows_its_checkpoint():
+    bench = Bench.of("libertai", "odd")
+    assert bench.checkpoint.export == "libertai"
