@@ -84,7 +84,7 @@ def _ring_shifted(original: Any, self: Any, start: int, end: int) -> Tensor:
 def _overwritten(original: Any, self: Any, rows: Tensor) -> None:
     """A call's rows replace the last row before it."""
     original(self, rows)
-    if self.length > len(rows):
+    if len(rows) and self.length > len(rows):
         self.data[self.length - len(rows) - 1] = rows[0]
 
 

@@ -15,7 +15,9 @@ def _defaulted(method: str, key: str, value: Any) -> Patch:
     """A key that is absent takes a value."""
 
     def read(original: Any, self: Any, name: str, *rest: Any) -> Any:
-        return value if name == key and name not in self.raw else original(self, name, *rest)
+        if name == key:
+            self.raw.setdefault(key, value)
+        return original(self, name, *rest)
 
     return around(f"{S}.{method}", read)
 
@@ -45,7 +47,7 @@ def _field(key: str, value: Any) -> Patch:
 
 
 def _kinds(s: Any, kda: tuple[int, ...], dsa: tuple[int, ...], layers: int) -> list[str]:
-    return ["kda" if layer in kda else "dsa" for layer in range(layers)]
+    return ["dsa" if layer in dsa else "kda" for layer in range(layers)]
 
 
 def _all_full(original: Any, s: Any, kinds: list[str]) -> tuple[str | None, ...]:
@@ -84,13 +86,13 @@ MUTANTS = (
     _m("config-topk-method-ignored", "model.md 1", "refuse.topk_method*", _ignored("topk_method"), **PROBE),
     _m("config-activation-ignored", "model.md 1", "refuse.hidden_act*", _ignored("hidden_act"), **PROBE),
     _m("config-rotary-width-ignored", "FB103", "refuse.qk_rope_head_dim*", _ignored("qk_rope_head_dim"), **PROBE),
-    _m("config-layers-out-of-range-dropped", "FB139", "refuse.out of range*", around(f"{S}.layers", _dropped), **PROBE),
-    _m("config-overlap-taken", "FB139", "refuse.both lists*", replace(f"{C}:_kinds", _kinds), **PROBE),
+    _m("config-layers-out-of-range-dropped", "FB139", "refuse.out-of-range*", around(f"{S}.layers", _dropped), **PROBE),
+    _m("config-overlap-taken", "FB139", "refuse.both-lists*", replace(f"{C}:_kinds", _kinds), **PROBE),
     _m("config-contradictions-taken", "model.md 1", "refuse.layer_types*", replace(f"{C}:_agree", _nothing), **PROBE),
     _m(
         "config-relations-unchecked",
         "model.md 1",
-        "refuse.positive bound* refuse.topk of pools*",
+        "refuse.positive-bound* refuse.topk-of-pools*",
         replace(f"{C}:_check_text", _nothing),
         **PROBE,
     ),

@@ -139,13 +139,22 @@ GEOMETRIES = ("tiny", "odd")
 
 def weights() -> Iterator[tuple[str, np.ndarray]]:
     """Blocks that find a wrong rounding, clamp, tie, sign or rule for zeros. Float32 [rows, 32]."""
-    step = np.arange(-7.5, 8.5, 0.25, dtype=np.float32)
-    yield "ties", np.concatenate([step, np.float32([6, 0, -6, 0.25, -0.25, 1.25, 2.5, 5] * 4)]).reshape(-1, 32)
+    # A largest value of 2688 makes scale_2 one, and a block's largest 6 a block scale of one: quotients are the values.
+    ties = np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    blocks = np.zeros((6, 32), np.float32)
+    blocks[:, 0] = 2688.0
+    blocks[0, 16:] = np.concatenate([ties, -ties])
+    blocks[1, 16:] = np.concatenate([ties[:4] * 64, -ties * 64, ties[4:] * 64])
+    blocks[2, 16:] = np.linspace(-(2.0**-12), 2.0**-12, 16)
+    blocks[3, 16:] = np.linspace(-6.0, 6.0, 16)
+    blocks[4, 16:] = -0.0
+    blocks[5, 16:] = np.concatenate([np.linspace(-0.3, 0.2, 15), [6.0]])
+    yield "ties", blocks
     yield "zeros", np.zeros((2, 32), np.float32)
     mixed = np.zeros((2, 32), np.float32)
     mixed[0, 16:] = 1.0
     mixed[1, 0] = -0.0
-    yield "zero block", mixed
+    yield "zero-block", mixed
     wide = np.float32([2.0**e for e in range(-24, 8)]) * np.float32(1.1)
     yield "range", np.stack([wide, -wide])
     draw = np.random.default_rng(7).standard_normal((64, 32)).astype(np.float32)
@@ -159,10 +168,25 @@ def _codec_truth() -> dict[str, Any]:
     truth: dict[str, Any] = {"decode": _decoded_bytes(_every_code()), "refuse": "refused"}
     for name, w in weights():
         packed = nvfp4.encode(w)
-        truth[f"encode.scale_2 {name}"] = np.float32(packed.scale_2).tobytes()
-        truth[f"encode.scale {name}"] = packed.scale.tobytes()
-        truth[f"encode.codes {name}"] = packed.packed.tobytes()
+        truth[f"encode.scale_2.{name}"] = np.float32(packed.scale_2).tobytes()
+        truth[f"encode.scale.{name}"] = packed.scale.tobytes()
+        truth[f"encode.codes.{name}"] = packed.packed.tobytes()
+    foreign = nvfp4.encode(_foreign(), amax=FOREIGN)
+    truth |= {"encode.scale.foreign": foreign.scale.tobytes(), "encode.codes.foreign": foreign.packed.tobytes()}
     return truth | {f"refuse.{name}": True for name in ("nan", "negative", "scale_2", "infinite")}
+
+
+FOREIGN = 2688.0
+"""Largest value of the tensor that a slice's scale_2 is taken from."""
+
+
+def _foreign() -> np.ndarray:
+    """[8, 32]: larger than the tensor that scale_2 is of; block scales of 463, 464, 465 and 1e4 have to be clamped."""
+    w = np.zeros((8, 32), np.float32)
+    for row, ratio in enumerate((447, 448, 449, 463, 464, 465, 1e4, 1e6)):
+        w[row, :16] = np.linspace(-6.0, 6.0, 16) * ratio
+        w[row, 16:] = np.linspace(-6.0, 6.0, 16)
+    return w
 
 
 def _every_code() -> tuple[np.ndarray, np.ndarray]:
@@ -186,9 +210,14 @@ def codec_answers() -> Iterator[tuple[str, Any]]:
     yield "decode", fast.decode(fast.Packed(codes, scale, torch.tensor(np.float32(0.37)))).numpy().tobytes()
     for name, w in weights():
         packed = fast.encode(torch.from_numpy(w))
-        yield f"encode.scale_2 {name}", packed.scale_2.numpy().tobytes()
-        yield f"encode.scale {name}", packed.scale.numpy().tobytes()
-        yield f"encode.codes {name}", packed.codes.numpy().tobytes()
+        yield f"encode.scale_2.{name}", packed.scale_2.numpy().tobytes()
+        yield f"encode.scale.{name}", packed.scale.numpy().tobytes()
+        yield f"encode.codes.{name}", packed.codes.numpy().tobytes()
+    w = torch.from_numpy(_foreign())
+    codes, scale = (torch.empty(len(w), n, dtype=torch.uint8) for n in (16, 2))
+    fast.encode_all(w, fast.tensor_scale(torch.tensor(FOREIGN)), codes, scale)
+    yield "encode.scale.foreign", scale.numpy().tobytes()
+    yield "encode.codes.foreign", codes.numpy().tobytes()
     one, unit = torch.full((1, 8), 0x22, dtype=torch.uint8), torch.tensor(1.0)
 
     def refuses(act: Callable[[], object]) -> bool:
@@ -214,16 +243,16 @@ Change = Callable[[dict[str, Any]], object]
 LIES: dict[str, Change] = {
     "gate_lower_bound": lambda t: t["linear_attn_config"].pop("gate_lower_bound"),
     "index_kpool": lambda t: t.pop("index_kpool"),
-    "both lists": lambda t: t["linear_attn_config"]["kda_layers"].append(
+    "both-lists": lambda t: t["linear_attn_config"]["kda_layers"].append(
         t["linear_attn_config"]["full_attn_layers"][0]
     ),
-    "neither list": lambda t: t["linear_attn_config"]["kda_layers"].pop(),
-    "out of range": lambda t: t["linear_attn_config"]["kda_layers"].append(t["num_hidden_layers"]),
+    "neither-list": lambda t: t["linear_attn_config"]["kda_layers"].pop(),
+    "out-of-range": lambda t: t["linear_attn_config"]["kda_layers"].append(t["num_hidden_layers"]),
     "one-based": lambda t: t["linear_attn_config"].update(
         kda_layers=[i + 1 for i in t["linear_attn_config"]["kda_layers"]]
     ),
     "layer_types": lambda t: t["layer_types"].__setitem__(0, "deepseek_sparse_attention"),
-    "unknown layer type": lambda t: t["layer_types"].__setitem__(0, "mamba"),
+    "unknown-layer-type": lambda t: t["layer_types"].__setitem__(0, "mamba"),
     "mlp_layer_types": lambda t: t["mlp_layer_types"].__setitem__(0, "sparse"),
     "scoring_func": lambda t: t.update(scoring_func="softmax"),
     "topk_method": lambda t: t.update(topk_method="greedy"),
@@ -231,9 +260,9 @@ LIES: dict[str, Change] = {
     "rms_norm_eps": lambda t: t.pop("rms_norm_eps"),
     "swiglu_limit": lambda t: t.pop("swiglu_limit"),
     "qk_rope_head_dim": lambda t: t.update(qk_rope_head_dim=64),
-    "positive bound": lambda t: t["linear_attn_config"].update(gate_lower_bound=5.0),
-    "topk of pools": lambda t: t.update(index_topk=t["index_topk"] + 1),
-    "group count": lambda t: t.update(n_group=7),
+    "positive-bound": lambda t: t["linear_attn_config"].update(gate_lower_bound=5.0),
+    "topk-of-pools": lambda t: t.update(index_topk=t["index_topk"] + 1),
+    "group-count": lambda t: t.update(n_group=7),
 }
 """text_config edits after which the config must be refused."""
 
@@ -249,15 +278,15 @@ def config_answers(raws: dict[str, dict[str, Any]], parse: Callable[[Any], Any])
         for f in fields(text):
             if f.name in names:
                 value = getattr(text, f.name)
-                yield f"config.{f.name} {geometry}", tuple(value) if isinstance(value, (list, tuple)) else value
+                yield f"config.{f.name}.{geometry}", tuple(value) if isinstance(value, (list, tuple)) else value
         for name, lie in LIES.items():
             changed = copy.deepcopy(raw)
             lie(changed["text_config"])
             try:
                 parse(changed)
-                yield f"refuse.{name} {geometry}", False
+                yield f"refuse.{name}.{geometry}", False
             except (fast.errors.InputError, reference.errors.InputError):
-                yield f"refuse.{name} {geometry}", True
+                yield f"refuse.{name}.{geometry}", True
 
 
 PROBES: dict[str, Callable[[Mutant, Bench], Verdict]] = {"trace": trace, "codec": codec, "config": config}
