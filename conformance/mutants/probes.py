@@ -19,8 +19,10 @@ import numpy as np
 from conformance.cases.runs import text_tokens
 from conformance.checkpoints.shared import shared
 from conformance.engines.fast import FastEngine
+from conformance.engines.threads import ThreadedEngine
 from conformance.judge import Rebase, compare
 from conformance.mutants.record import Mutant, Patch
+from conformance.suite import operands_of
 from conformance.trace import Schedule, Trace
 from reference import config as reference_config
 from reference import nvfp4
@@ -71,11 +73,13 @@ class Bench:
         return cls(export, geometry, directory, checkpoint, Rebase(checkpoint, remember=True))
 
     def run(self, mutant: Mutant, patch: Patch) -> tuple[Trace, FastEngine]:
+        """Several ranks are threads: they start at once, and the patch applies to each."""
         count, schedule = CASES[mutant.case]
-        engine = FastEngine()
+        engine = ThreadedEngine() if {"tp", "ep"} & set(mutant.options) else FastEngine()
         with patch.applied():
             engine.open(self.directory, **OPTIONS | dict(mutant.options))
-            patch.edit(engine.model)
+            for model in engine.models if isinstance(engine, ThreadedEngine) else [engine.model]:
+                patch.edit(model)
             return engine.run(text_tokens()[:count], schedule), engine
 
     def sound(self, mutant: Mutant) -> Trace:
@@ -83,7 +87,7 @@ class Bench:
         key = f"{mutant.case} {sorted(mutant.options.items())}"
         if key not in self.clean:
             trace, engine = self.run(mutant, Patch())
-            result = compare(trace, self.checkpoint, operands=engine.operands, judge=self.judge, stop=True)
+            result = compare(trace, self.checkpoint, operands=operands_of(engine), judge=self.judge, stop=True)
             if result.first_divergence is not None:
                 raise CleanEngineError(f"{self.geometry} {self.export}, {key}: {result.first_divergence.line}")
             self.clean[key] = trace
@@ -94,7 +98,7 @@ def trace(mutant: Mutant, bench: Bench) -> Verdict:
     """Rebased comparison up to the first step that fails, and the operands bit by bit."""
     sound = bench.sound(mutant)
     found, engine = bench.run(mutant, mutant.patch)
-    result = compare(found, bench.checkpoint, operands=engine.operands, judge=bench.judge, stop=True)
+    result = compare(found, bench.checkpoint, operands=operands_of(engine), judge=bench.judge, stop=True)
     bad = [row.name for row in result.tensors if not row.passed]
     strange = [name for name in bad if not (mutant.operand and fnmatchcase(name, mutant.operand))]
     operand = (strange or bad or [""])[0]
@@ -140,7 +144,7 @@ GEOMETRIES = ("tiny", "odd")
 def weights() -> Iterator[tuple[str, np.ndarray]]:
     """Blocks that find a wrong rounding, clamp, tie, sign or rule for zeros. Float32 [rows, 32]."""
     # A largest value of 2688 makes scale_2 one, and a block's largest 6 a block scale of one: quotients are the values.
-    ties = np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    ties = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0], np.float32)
     blocks = np.zeros((6, 32), np.float32)
     blocks[:, 0] = 2688.0
     blocks[0, 16:] = np.concatenate([ties, -ties])
@@ -155,7 +159,7 @@ def weights() -> Iterator[tuple[str, np.ndarray]]:
     mixed[0, 16:] = 1.0
     mixed[1, 0] = -0.0
     yield "zero-block", mixed
-    wide = np.float32([2.0**e for e in range(-24, 8)]) * np.float32(1.1)
+    wide = np.array([2.0**e for e in range(-24, 8)], np.float32) * np.float32(1.1)
     yield "range", np.stack([wide, -wide])
     draw = np.random.default_rng(7).standard_normal((64, 32)).astype(np.float32)
     yield "normal", draw
@@ -213,16 +217,16 @@ def codec_answers() -> Iterator[tuple[str, Any]]:
         yield f"encode.scale_2.{name}", packed.scale_2.numpy().tobytes()
         yield f"encode.scale.{name}", packed.scale.numpy().tobytes()
         yield f"encode.codes.{name}", packed.codes.numpy().tobytes()
-    w = torch.from_numpy(_foreign())
-    codes, scale = (torch.empty(len(w), n, dtype=torch.uint8) for n in (16, 2))
-    fast.encode_all(w, fast.tensor_scale(torch.tensor(FOREIGN)), codes, scale)
-    yield "encode.scale.foreign", scale.numpy().tobytes()
-    yield "encode.codes.foreign", codes.numpy().tobytes()
+    foreign = torch.from_numpy(_foreign())
+    nibbles, bytes_ = (torch.empty(len(foreign), n, dtype=torch.uint8) for n in (16, 2))
+    fast.encode_all(foreign, fast.tensor_scale(torch.tensor(FOREIGN)), nibbles, bytes_)
+    yield "encode.scale.foreign", bytes_.numpy().tobytes()
+    yield "encode.codes.foreign", nibbles.numpy().tobytes()
     one, unit = torch.full((1, 8), 0x22, dtype=torch.uint8), torch.tensor(1.0)
 
-    def refuses(act: Callable[[], object]) -> bool:
+    def refuses(act: Callable[[Any], object], value: Any) -> bool:
         try:
-            act()
+            act(value)
         except InputError:
             return True
         return False
@@ -230,13 +234,13 @@ def codec_answers() -> Iterator[tuple[str, Any]]:
     def scaled(byte: int) -> Any:
         return fast.Packed(one, torch.tensor([[byte]], dtype=torch.uint8), unit)
 
-    yield "refuse.nan", all(refuses(lambda b=b: fast.decode(scaled(b))) for b in (0x7F, 0xFF))
-    yield "refuse.negative", all(refuses(lambda b=b: fast.decode(scaled(b))) for b in (0x80, 0xB8))
+    yield "refuse.nan", all(refuses(fast.decode, scaled(b)) for b in (0x7F, 0xFF))
+    yield "refuse.negative", all(refuses(fast.decode, scaled(b)) for b in (0x80, 0xB8))
     lies = [torch.tensor(value) for value in (float("nan"), float("inf"), -1.0, 0.0)]
     byte = torch.tensor([[0x38]], dtype=torch.uint8)
-    yield "refuse.scale_2", all(refuses(lambda s=s: fast.decode(fast.Packed(one, byte, s))) for s in lies)
+    yield "refuse.scale_2", all(refuses(fast.decode, fast.Packed(one, byte, s)) for s in lies)
     bad = [torch.ones(2, 16).index_fill(1, torch.tensor([3]), value) for value in (float("nan"), float("inf"))]
-    yield "refuse.infinite", all(refuses(lambda w=w: fast.encode(w)) for w in bad)
+    yield "refuse.infinite", all(refuses(fast.encode, w) for w in bad)
 
 
 Change = Callable[[dict[str, Any]], object]

@@ -26,7 +26,8 @@ def encoder(
     order: int = 1,
     through: float = 0.0,
 ) -> Patch:
-    """ModelOpt's path with one number or rule changed."""
+    """ModelOpt's path with one number or rule changed. `cast` "plain" gives NaN past 464, as E4M3 casts that do not
+    saturate."""
     grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     middles = (grid[1:] + grid[:-1]) / 2
 
@@ -37,7 +38,10 @@ def encoder(
         if cast == "up":
             ratio = (ratio * 1.0625).clamp(max=448.0)
         stored = ratio.to(torch.float8_e4m3fn)
-        scale.copy_(stored.view(torch.uint8))
+        bytes_ = stored.view(torch.uint8)
+        if cast == "plain":
+            bytes_ = torch.where(ratio > 464, torch.full_like(bytes_, 0x7F), bytes_)
+        scale.copy_(bytes_)
         divisor = (ratio if through else stored.float()) * scale_2
         quotient = (blocks / divisor[..., None]).nan_to_num(nan=0.0)
         size = quotient.abs()
@@ -69,7 +73,7 @@ def _nothing(*args: Any) -> None:
 
 
 MUTANTS = (
-    _m("quantiser-no-clamp", "FB12", SCALE, encoder(ceiling=1e9), probe="codec"),
+    _m("quantiser-no-clamp", "FB12", SCALE, encoder(ceiling=1e9, cast="plain"), probe="codec"),
     _m("quantiser-ties-away", "FB05", CODES, encoder(ties="away"), probe="codec", fast=True),
     _m("quantiser-ties-down", "FB05", CODES, encoder(ties="down"), probe="codec"),
     _m("quantiser-truncates", "FB05", CODES, encoder(ties="truncate"), probe="codec"),
