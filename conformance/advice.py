@@ -135,7 +135,7 @@ def advise(trace: Trace, config: Any = None) -> Advice:
             (), {}, tuple(GroupState(g, sum(_belongs(g, n, "") for n in trace.taps), None, {}) for g in GROUPS), ""
         )
     found = inspect(trace, config)
-    specs = expected(config, len(trace.taps.get("tokens", ())))
+    specs = expected(config, trace.rows)
     present = set(found.present)
     groups = (_state(group, specs, present) for group in GROUPS)
     return Advice(

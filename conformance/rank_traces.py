@@ -105,8 +105,13 @@ def disagreements(trace: Trace) -> dict[str, str]:
 
 
 def of_path(path: Path) -> Trace:
-    """A trace file, or a folder of rank traces, joined."""
-    return joined(load(path)) if path.is_dir() else Trace.load(path)
+    """A trace file, or a folder of rank traces, joined. What `disagreements` raises, it raises with the file's name."""
+    trace = joined(load(path)) if path.is_dir() else Trace.load(path)
+    try:
+        disagreements(trace)
+    except RankTraceError as error:
+        raise RankTraceError(f"{path}: {error}") from None
+    return trace
 
 
 def _mesh(trace: Trace, where: str) -> Mesh:

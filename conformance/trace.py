@@ -8,6 +8,7 @@ whatever chunks the engine worked in. This module reads and writes such files, j
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import json
 import os
 import struct
@@ -33,8 +34,9 @@ from conformance.errors import (
     TraceTruncatedError,
     TraceUnreadableError,
 )
+from conformance.files import write_whole
 from conformance.taps import expected
-from reference.errors import InputError
+from reference.errors import InputError, show
 
 FORMAT = "glm53-trace/1"
 REQUIRED_TAPS = ("tokens", "logits")
@@ -116,11 +118,13 @@ class Schedule:
     def parse(cls, text: str) -> Schedule:
         """From the JSON of a trace's metadata; raises TraceScheduleError."""
         try:
-            value = json.loads(text)
-        except ValueError as error:
-            raise TraceScheduleError(f"schedule: {text!r} is not JSON ({error})") from None
+            value = json.loads(text, object_pairs_hook=_unique)
+        except (ValueError, RecursionError) as error:
+            raise TraceScheduleError(f"schedule: {show(text)} is not JSON ({error})") from None
         if not isinstance(value, dict) or not isinstance(value.get("prefill"), list):
-            raise TraceScheduleError(f'schedule: {text!r}, expected an object such as {{"prefill": [32], "decode": 6}}')
+            raise TraceScheduleError(
+                f'schedule: {show(text)}, expected an object such as {{"prefill": [32], "decode": 6}}'
+            )
         if unknown := set(value) - {"prefill", "decode", "pad"}:
             raise TraceScheduleError(f"schedule: unknown keys {sorted(unknown)}")
         return cls(tuple(value["prefill"]), value.get("decode", 0), value.get("pad", 0))
@@ -145,6 +149,12 @@ class Trace:
     @property
     def tokens(self) -> np.ndarray:
         return self.taps["tokens"]
+
+    @property
+    def rows(self) -> int:
+        """Tokens that the stored taps hold rows for, whatever axes `tokens` has; 0 where nothing tells."""
+        stored = (self.taps[name] for name in REQUIRED_TAPS if name in self.taps)
+        return next((tap.shape[0] for tap in stored if tap.ndim), 0)
 
     @property
     def logits(self) -> np.ndarray:
@@ -176,17 +186,7 @@ class Trace:
             offset += array.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with open(temporary, "wb") as file:
-                file.write(struct.pack("<Q", len(text)) + text)
-                for array in arrays:
-                    file.write(array.tobytes())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, itertools.chain([struct.pack("<Q", len(text)) + text], (array.tobytes() for array in arrays)))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -225,21 +225,27 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
             raise TraceHeaderError(f"{path}: header of {length} bytes, expected 2 to {_HEADER_CAP}")
         text = file.read(length)
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        seen = dict(pairs)
-        if len(seen) != len(pairs):
-            names = [key for key, _ in pairs]
-            twice = next(key for key in names if names.count(key) > 1)
-            raise TraceHeaderError(f"{path}: header holds {twice} twice")
-        return seen
-
     try:
-        header = json.loads(text, object_pairs_hook=unique)
-    except ValueError as error:
+        header = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
         raise TraceHeaderError(f"{path}: header is not JSON ({error})") from None
     if not isinstance(header, dict):
         raise TraceHeaderError(f"{path}: header is a {type(header).__name__}, expected an object")
+    for name in header:
+        # A report prints names as they are: none may steer a terminal or break a line.
+        if not name.isprintable() or not name:
+            raise TraceHeaderError(f"{path}: tap name {show(name)} is not printable text")
     return header, 8 + length
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON whose keys differ; raises ValueError naming the one that is there twice."""
+    seen: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"{show(key)} is there twice")
+        seen[key] = value
+    return seen
 
 
 def _ranges(
@@ -249,13 +255,16 @@ def _ranges(
     out = {}
     for name, entry in header.items():
         if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= set(entry):
-            raise TraceHeaderError(f"{path}: tap {name}: entry {entry!r}, expected dtype, shape and data_offsets")
-        if entry["dtype"] not in DTYPES:
-            raise TraceHeaderError(f"{path}: tap {name}: dtype {entry['dtype']!r}, expected one of {', '.join(DTYPES)}")
+            raise TraceHeaderError(f"{path}: tap {name}: entry {show(entry)}, expected dtype, shape and data_offsets")
+        if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
+            raise TraceHeaderError(
+                f"{path}: tap {name}: dtype {show(entry['dtype'])}, expected one of {', '.join(DTYPES)}"
+            )
         shape, offsets = entry["shape"], entry["data_offsets"]
         numbers = [*shape, *offsets] if isinstance(shape, list) and isinstance(offsets, list) else [None]
-        if len(offsets) != 2 or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-            raise TraceHeaderError(f"{path}: tap {name}: shape {shape!r}, data_offsets {offsets!r} are not sizes")
+        if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or len(offsets) != 2:
+            sizes = f"shape {show(shape)}, data_offsets {show(offsets)}"
+            raise TraceHeaderError(f"{path}: tap {name}: {sizes} are not sizes")
         dtype = DTYPES[entry["dtype"]]
         nbytes = dtype.itemsize
         for axis in shape:
@@ -279,13 +288,15 @@ def _check_metadata(path: Path, metadata: Any) -> None:
     if not isinstance(metadata, dict) or "format" not in metadata:
         raise TraceFormatError(f"{path}: no metadata key format, expected {FORMAT}")
     if metadata["format"] != FORMAT:
-        raise TraceFormatError(f"{path}: format {metadata['format']!r}, expected {FORMAT}")
+        raise TraceFormatError(f"{path}: format {show(metadata['format'])}, expected {FORMAT}")
     for key in REQUIRED_METADATA:
         if key not in metadata:
             raise TraceMetadataError(f"{path}: metadata {key} is missing; needed are {', '.join(REQUIRED_METADATA)}")
     for key, value in metadata.items():
         if not isinstance(value, str):
-            raise TraceMetadataError(f"{path}: metadata {key} is {value!r}, expected a string")
+            raise TraceMetadataError(f"{path}: metadata {show(key)} is {show(value)}, expected a string")
+        if not (key + value).isprintable():
+            raise TraceMetadataError(f"{path}: metadata {show(key)} is {show(value)}, expected printable text")
     for key in ("tp", "ep"):
         if not metadata[key].isascii() or not metadata[key].isdigit() or int(metadata[key]) < 1:
             raise TraceMetadataError(f"{path}: metadata {key} is {metadata[key]!r}, expected a number >= 1")
@@ -405,7 +416,7 @@ def inspect(trace: Trace, config: Any) -> Inspection:
         if name not in trace.taps
     ]
     tokens = trace.taps.get("tokens")
-    count = _row_count(trace)
+    count = trace.rows
     specs = expected(config, count)
     lengths: dict[str, tuple[int, str]] = {}
     for name, tap in trace.taps.items():
@@ -444,13 +455,6 @@ def validate(trace: Trace, config: Any) -> Inspection:
         first, others = found.faults[0], len(found.faults) - 1
         raise type(first)(f"{first}" + (f" (and {others} more)" if others else ""))
     return found
-
-
-def _row_count(trace: Trace) -> int:
-    for name in REQUIRED_TAPS:
-        if name in trace.taps and trace.taps[name].ndim:
-            return trace.taps[name].shape[0]
-    return 0
 
 
 def _shape_fault(

@@ -20,6 +20,7 @@ from fast.linear import ROWS, exact_sums, linear
 from fast.loader import Weights, load
 from fast.ops import norm
 from fast.state import KdaState, State
+from fast.store import checked_device
 
 
 class TokenError(InputError):
@@ -53,7 +54,7 @@ class TextModel:
             raise InputError(f"mla: found {mla!r}, expected absorbed or expanded")
         if kda_chunk < 1 or window < 1:
             raise InputError(f"kda_chunk {kda_chunk} and window {window}: expected at least 1")
-        self.device, self.window = torch.device(device), window
+        self.device, self.window = checked_device(device), window
         if self.device.type == "cuda":
             exact_sums()
         self.weights = source if isinstance(source, Weights) else load(source, device=device, mtp=mtp)

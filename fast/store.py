@@ -108,7 +108,7 @@ class Store:
         evict: bool | None = None,
     ) -> None:
         self.directory = directory
-        self.device = _device(device)
+        self.device = checked_device(device)
         self.ledger = ledger if ledger is not None else Ledger()
         self.reader = Reader(directory, self.device, evict=_unified(self.device) if evict is None else evict)
         self.resident: dict[str, Resident] = {}
@@ -197,7 +197,7 @@ def storage_dtype(dtype: str) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _device(device: str | torch.device) -> torch.device:
+def checked_device(device: str | torch.device) -> torch.device:
     """The device with its index. Raises HardwareError when it is not there."""
     try:
         found = torch.device(device)

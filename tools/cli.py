@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from tools.errors import input_errors
+from tools.output import printable
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "make-checkpoint": ("tools.make_checkpoint", "Write a synthetic checkpoint in exactly one export's layout."),
@@ -77,18 +78,50 @@ def options(debug: bool = typer.Option(False, "--debug", help="Show the tracebac
     """`--debug` is read by `main` before any command runs; it is declared here so that usage shows it."""
 
 
+INTERRUPTED = 130
+BrokenUsage: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+"""What typer raises for arguments it cannot use; it has no public name of its own."""
+
+
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the `glm53` console script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command_at = next((i for i, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
     debug = "--debug" in arguments[:command_at]
     try:
-        app(args=arguments, prog_name="glm53")
+        status = app(args=arguments, prog_name="glm53", standalone_mode=False)
+    except BrokenUsage as error:
+        if debug:
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+            sys.exit(2)
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "glm53"
+        fail(f"{error.format_message()} ({command} --help shows the options)")
     except input_errors() as error:
         if debug:
             raise
-        print(f"glm53: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+        fail(str(error))
+    except OSError as error:
+        # What no command guards itself: a disk that fails half way, a path the system cannot take.
+        if debug:
+            raise
+        fail(f"{error.filename or 'input or output'}: {error.strerror or error}")
+    except MemoryError as error:
+        if debug:
+            raise
+        fail(f"out of memory: {error or 'an allocation was refused'}")
+    if status == INTERRUPTED:
+        print("glm53: interrupted", file=sys.stderr)
+    if isinstance(status, int) and status:
+        sys.exit(status)
+
+
+def fail(message: str) -> NoReturn:
+    """One line on stderr, exit status 2."""
+    print(f"glm53: {printable(' '.join(message.split()))}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

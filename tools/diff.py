@@ -1,6 +1,6 @@
 """`glm53 diff`: judge a trace against the reference, two traces against each other, or say what a trace lacks."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +9,8 @@ import typer
 from rich.console import Console
 
 from conformance import advice, judge, pairwise, rank_traces
+from conformance.engines.file import belongs
+from conformance.errors import TraceMismatchError
 from conformance.judge.rebase import SAMPLES
 from conformance.report import html, machine, terminal
 from conformance.trace import Trace
@@ -38,8 +40,17 @@ def _judge(trace: Trace, checkpoint: Checkpoint, owner: judge.Rebase, name: str,
 
 def check(file: Path, directory: Path | None) -> advice.Advice:
     """What a trace lacks. Raises an `InputError` for a file that cannot be read at all."""
-    config = None if directory is None else open_checkpoint(directory).config
-    return advice.advise(rank_traces.of_path(file), config)
+    trace = rank_traces.of_path(file)
+    if directory is None:
+        return advice.advise(trace)
+    checkpoint = open_checkpoint(directory)
+    found = advice.advise(trace, checkpoint.config)
+    faults = [f"tap {name}: {why}" for name, why in rank_traces.disagreements(trace).items()]
+    try:
+        belongs(trace, config_sha256=checkpoint.config.sha256, export=checkpoint.export, source=str(file))
+    except TraceMismatchError as error:
+        faults.insert(0, str(error))
+    return replace(found, faults=(*faults, *found.faults))
 
 
 def print_advice(file: Path, found: advice.Advice, console: Console) -> None:

@@ -23,7 +23,7 @@ from reference.checkpoint import open_checkpoint
 from reference.model import TextModel as ReferenceModel
 from reference.mtp import Block, Greedy, Sampled, Speculation
 from tools.errors import UsageError
-from tools.output import write_json
+from tools.output import check_outputs, write_json
 from tools.progress import token_bar
 from tools.tokens import load_tokenizer, tokens_of
 
@@ -225,6 +225,7 @@ def command(
     Example: glm53 generate tiny --prompt "Hello, world." --max-new 32 --mtp 3
     """
     wish = Wish(engine, mtp, temperature, seed, arithmetic, device, tuple(stop or ()))
+    check_outputs({"--json": json_file}, reads=[tokens])
     ids = tokens_of(tokens, prompt, directory)
     made = generate(directory, ids, max_new, wish, quiet=quiet)
     text = text_of(made.tokens, directory)

@@ -13,7 +13,7 @@ import typer
 
 from conformance.goldens import arm64, lanes, verify
 from conformance.goldens.lanes import ROOT, Outcome
-from tools.output import write_json
+from tools.output import check_outputs, write_json
 from tools.progress import step_bar
 
 app = typer.Typer(
@@ -48,6 +48,7 @@ def verify_command(
 
     Example: glm53 golden verify --only 'trace-tiny-nvidia-*'
     """
+    check_outputs({"--json": json_file})
     total = len(verify.chosen(only))
     with step_bar("golden files", quiet) as advance:
         verdict = verify.verify(directory, only=only, progress=lambda name: advance(total))
@@ -76,6 +77,7 @@ def regen_command(
 
     Example: glm53 golden regen --reason "the router breaks ties by index"
     """
+    check_outputs({"--json": json_file})
     total = len(verify.chosen(only))
     with step_bar("golden files", quiet) as advance:
         result = verify.regen(directory, reason, only=only, progress=lambda name: advance(total))
@@ -108,6 +110,7 @@ def portable_command(
 
     Example: glm53 golden portable --lane features --lane blas
     """
+    check_outputs({"--json": json_file})
     outcomes: list[Outcome] = []
     wanted = lane or list(Lane)
     total = sum(STEPS[name] for name in set(wanted))

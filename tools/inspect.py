@@ -13,7 +13,7 @@ from rich.table import Table
 from reference import errors as e
 from reference import layout
 from reference.checkpoint import Checkpoint, Scan, scan
-from tools.output import write_json
+from tools.output import check_outputs, printable, write_json
 from tools.progress import byte_bar
 
 LISTED = 40
@@ -154,12 +154,14 @@ def show(result: dict[str, Any], console: Console) -> None:
     console.print(table)
     for unread in result["unread_keys"]:
         line = f"departure: config.json: {unread['key']} is {e.show(unread['value'])}; no one here reads this key"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
     for note in result["notes"]:
-        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"note: {printable(note)}", highlight=False, markup=False, soft_wrap=True)
     problems = result["problems"]
     for problem in problems[:LISTED]:
-        console.print(f"{problem['kind']}: {problem['message']}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"{problem['kind']}: {printable(problem['message'])}", highlight=False, markup=False, soft_wrap=True
+        )
     if len(problems) > LISTED:
         console.print(f"... and {len(problems) - LISTED:,} more; --json FILE holds all", highlight=False)
     verdict = f"{len(problems):,} problems" if problems else "as the export stores it"
@@ -180,6 +182,7 @@ def command(
 
     Example: glm53 inspect GLM-5.3-Flash-NVFP4 --headers-only --json layout.json
     """
+    check_outputs({"--json": json_file})
     result = inspect(directory, read_values=not headers_only, quiet=quiet)
     write_json(json_file, result)
     if not quiet:

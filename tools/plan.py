@@ -1,5 +1,6 @@
 """`glm53 plan`: the memory of every rank, from shapes alone."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +12,15 @@ from conformance.checkpoints.geometry import geometry as geometries
 from fast import config as configs
 from fast import layout, memory
 from fast.config import Config
+from fast.linear import ROWS
 from fast.sharding import Mesh
 from fast.shards import TensorInfo, open_directory
 from tools.errors import UsageError
-from tools.output import write_json
+from tools.output import check_outputs, write_json
+from tools.progress import step_bar
 
 EXPORTS = ("nvidia", "libertai")
+CONTEXT = 32768
 
 
 def source(
@@ -24,12 +28,15 @@ def source(
 ) -> tuple[Config, dict[str, TensorInfo], int, str]:
     """(config, tensors, gate rank, title) of a directory's headers or of an export of a geometry. Raises InputError."""
     if checkpoint is not None:
+        if export is not None:
+            raise UsageError(f"--export {export}: --checkpoint {checkpoint} tells its own, give one of the two")
         config = configs.load(checkpoint)
         directory = open_directory(checkpoint, lambda name: layout.find(config, name) and None)
         directory.close()
         return config, directory.tensors, layout.gate_rank(config, directory.tensors), str(checkpoint)
     if export not in EXPORTS:
-        raise UsageError(f"--export {export}: expected {' or '.join(EXPORTS)}, or --checkpoint DIR")
+        found = "missing" if export is None else f"found {export}"
+        raise UsageError(f"--export: {found}, expected {' or '.join(EXPORTS)}, or --checkpoint DIR")
     shape = geometries(geometry)
     config = configs.parse(shape.config)
     tensors = layout.export_tensors(config, export, shape.gate_rank)
@@ -44,35 +51,47 @@ def plan(
     tp: int = 1,
     ep: int = 1,
     vocab: str = "replicated",
-    context: int = 32768,
+    context: int | None = None,
     drafts: int = 0,
     vision: bool = False,
     hardware: str = "gb10",
     prefill_rows: int = 2048,
     logit_rows: int | None = None,
+    progress: Callable[[int], None] = lambda ranks: None,
 ) -> list[memory.Plan]:
-    """One plan per rank. Raises InputError for sizes that do not divide and hardware that is not known."""
-    if context < 1 or context > config.text.max_position_embeddings:
-        raise UsageError(f"--context {context}: expected 1 .. {config.text.max_position_embeddings}")
+    """One plan per rank. Raises InputError for sizes that do not divide and hardware that is not known.
+
+    `context` None is `CONTEXT`, or all that the model has positions for. `progress(ranks)` is called after each rank.
+    """
+    most = config.text.max_position_embeddings
+    context = min(CONTEXT, most) if context is None else context
+    if not 1 <= context <= most:
+        raise UsageError(f"--context {context}: expected 1 .. {most}")
+    if not 0 <= drafts < ROWS:
+        raise UsageError(f"--mtp {drafts}: expected 0 .. {ROWS - 1}")
     if drafts and not config.text.mtp_layers:
         raise UsageError(f"--mtp {drafts}: this config has no MTP block")
     machine = memory.hardware(hardware)
-    return [
-        memory.plan(
-            config,
-            tensors,
-            Mesh(tp, ep, rank, vocab),
-            machine,
-            gate_rank=gate_rank,
-            context=context,
-            drafts=drafts,
-            mtp=drafts > 0,
-            vision=vision,
-            prefill_rows=prefill_rows,
-            logit_rows=logit_rows,
+    plans = []
+    world = Mesh(tp, ep, 0, vocab).world
+    for rank in range(world):
+        plans.append(
+            memory.plan(
+                config,
+                tensors,
+                Mesh(tp, ep, rank, vocab),
+                machine,
+                gate_rank=gate_rank,
+                context=context,
+                drafts=drafts,
+                mtp=drafts > 0,
+                vision=vision,
+                prefill_rows=prefill_rows,
+                logit_rows=logit_rows,
+            )
         )
-        for rank in range(Mesh(tp, ep, 0, vocab).world)
-    ]
+        progress(world)
+    return plans
 
 
 def show(plans: list[memory.Plan], title: str, console: Console) -> None:
@@ -126,7 +145,9 @@ def command(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert-parallel ranks; max(tp, ep) ranks in all.")] = 1,
     vocab: Annotated[str, typer.Option(help="replicated, head (lm_head split) or split.")] = "replicated",
-    context: Annotated[int, typer.Option(help="Tokens of the one sequence.")] = 32768,
+    context: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Tokens of the one sequence; default {CONTEXT} where they fit.")
+    ] = None,
     mtp: Annotated[int, typer.Option(metavar="K", help="Drafts a step; loads the MTP block.")] = 0,
     vision: Annotated[bool, typer.Option("--vision", help="Bind the vision tower too.")] = False,
     hardware: Annotated[str, typer.Option(help="gb10, h200 or a JSON file.")] = "gb10",
@@ -141,23 +162,26 @@ def command(
 
     Example: glm53 plan --export nvidia --tp 2 --ep 2 --context 32768 --mtp 3 --hardware gb10
     """
+    check_outputs({"--json": json_file})
     config, tensors, gate_rank, title = source(checkpoint, export, geometry)
-    plans = plan(
-        config,
-        tensors,
-        gate_rank,
-        tp=tp,
-        ep=ep,
-        vocab=vocab,
-        context=context,
-        drafts=mtp,
-        vision=vision,
-        hardware=hardware,
-        prefill_rows=prefill_rows,
-        logit_rows=logit_rows,
-    )
+    with step_bar(f"planning {title}", quiet) as advance:
+        plans = plan(
+            config,
+            tensors,
+            gate_rank,
+            tp=tp,
+            ep=ep,
+            vocab=vocab,
+            context=context,
+            drafts=mtp,
+            vision=vision,
+            hardware=hardware,
+            prefill_rows=prefill_rows,
+            logit_rows=logit_rows,
+            progress=advance,
+        )
     write_json(json_file, as_json(plans, title))
     if not quiet:
-        show(plans, f"{title}, tp {tp}, ep {ep}, context {context:,}", Console())
+        show(plans, f"{title}, tp {tp}, ep {ep}, context {plans[0].context:,}", Console())
     if not all(p.fits for p in plans):
         raise typer.Exit(1)

@@ -9,7 +9,7 @@ from conformance.checkpoints.directory import DirectorySource
 from conformance.checkpoints.export import write_export
 from reference.layout import tensors, totals
 from tools.make_checkpoint import Export
-from tools.output import write_json
+from tools.output import check_outputs, write_json
 from tools.progress import byte_bar
 
 
@@ -42,6 +42,7 @@ def command(
 
     Example: glm53 quantize GLM-5.3-Flash-BF16 GLM-5.3-Flash-NVFP4 --export libertai
     """
+    check_outputs({"--json": json_file})
     summary = quantize(source, directory, export.value, quiet=quiet)
     write_json(json_file, summary)
     if not quiet:

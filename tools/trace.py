@@ -39,8 +39,6 @@ def trace(
     Raises an `InputError`, or `UsageError` when `out` or `ranks` cannot be written.
     """
     schedule = Schedule.of(len(tokens), decode=decode, chunk=prefill_chunk, pad=pad)
-    if not out.parent.is_dir():
-        raise UsageError(f"--out {out}: {out.parent} is not a directory")
     runner: Any = registry.create(engine)
     runner.open(directory, **(options or {}))
     several = hasattr(runner, "run_ranks") and runner.mesh.world > 1
@@ -144,7 +142,7 @@ def command(
         schedule = Schedule.of(len(ids), decode=decode, chunk=prefill_chunk, pad=pad)
         if engine != "fast":
             raise UsageError(f"--job {job_file}: engine {engine} has no ranks that torchrun starts, fast has")
-        write_json(job_file, job_of(directory, ids, schedule, ranks or Path("ranks"), taps=taps, **settings))
+        write_json(job_file, job_of(directory, ids, schedule, ranks or Path("ranks"), taps=taps, **settings), "--job")
         return
     if out is None:
         raise UsageError("--out FILE is missing")

@@ -12,7 +12,11 @@ import numpy as np
 from conformance import rank_traces
 from conformance.errors import EngineClosedError, EngineOptionError, TokenRangeError
 from conformance.trace import Recorder, Schedule, Trace, metadata
+from reference.errors import show
 from reference.sharding import Mesh
+
+LEAST = {"kda_chunk": 1, "timeout": 1}
+"""Smallest value of an option that is a number."""
 
 
 @runtime_checkable
@@ -37,7 +41,8 @@ class Engine(Protocol):
 class BaseEngine:
     """Shared by the engines that compute: option checking, token checking, metadata.
 
-    A subclass sets `name`, `version` and `options` (name -> default), fills `config`, `export` in `_open`, and
+    A subclass sets `name`, `version`, `options` (name -> default; a number stays a number) and `choices` (name -> the
+    values allowed), fills `config`, `export` in `_open`, and
     implements `_run`; one that offers the options `tp` and `ep` also `_run_ranks`. `watch`, when set, is called with
     the name of every tap as it is computed (for progress bars).
     """
@@ -45,6 +50,7 @@ class BaseEngine:
     name: ClassVar[str]
     version: ClassVar[str] = "0"
     options: ClassVar[Mapping[str, Any]] = {}
+    choices: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def __init__(self) -> None:
         self.directory: Path | None = None
@@ -60,9 +66,22 @@ class BaseEngine:
                 raise EngineOptionError(
                     f"engine {self.name}: option {key}={value!r} is not offered; it has {', '.join(self.options)}"
                 )
+            self._check_option(key, value)
         self.settings = {**self.options, **options}
         self._open(Path(directory))
         self.directory = Path(directory)
+
+    def _check_option(self, key: str, value: Any) -> None:
+        """Raises EngineOptionError for a value of another type than the default, or outside `choices` and `LEAST`."""
+        kind = type(self.options[key])
+        if kind in (int, str) and type(value) is not kind:
+            expected = "a whole number" if kind is int else "text"
+            raise EngineOptionError(f"engine {self.name}: option {key}={show(value)}, expected {expected}")
+        if key in self.choices and value not in self.choices[key]:
+            expected = " or ".join(self.choices[key])
+            raise EngineOptionError(f"engine {self.name}: {key} {show(value)}, expected {expected}")
+        if key in LEAST and not LEAST[key] <= value < 2**31:
+            raise EngineOptionError(f"engine {self.name}: {key} {value}, expected {LEAST[key]} to 2^31 - 1")
 
     def run(self, tokens: Sequence[int] | np.ndarray, schedule: Schedule, taps: str = "*") -> Trace:
         """Raises EngineClosedError before `open`, TokenRangeError for an id past the vocabulary."""
@@ -95,12 +114,8 @@ class BaseEngine:
 
     @property
     def mesh(self) -> Mesh:
-        """The options `tp` and `ep`. Raises EngineOptionError, MeshError."""
-        sizes = {key: self.settings.get(key, 1) for key in ("tp", "ep")}
-        for key, value in sizes.items():
-            if not isinstance(value, int):
-                raise EngineOptionError(f"engine {self.name}: {key} {value!r}, expected a number of ranks")
-        return Mesh(**sizes)
+        """The options `tp` and `ep`. Raises MeshError."""
+        return Mesh(**{key: self.settings.get(key, 1) for key in ("tp", "ep")})
 
     def _checked(self, tokens: Sequence[int] | np.ndarray, schedule: Schedule) -> np.ndarray:
         if self.directory is None:

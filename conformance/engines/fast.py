@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from conformance.engines.base import BaseEngine, Hidden, as_numpy, drafts, feed, told
-from conformance.errors import EngineOptionError
 from conformance.trace import Recorder
 from fast.generate import Generator
 from fast.linear import ROWS
@@ -49,11 +48,13 @@ class FastEngine(BaseEngine):
         "vocab": "replicated",
         "timeout": 300,
     }
+    choices: ClassVar[dict[str, Any]] = {
+        "arithmetic": tuple(DTYPES),
+        "mla": ("absorbed", "expanded"),
+        "vocab": ("replicated", "head", "split"),
+    }
 
     def _open(self, directory: Path) -> None:
-        arithmetic = self.settings["arithmetic"]
-        if arithmetic not in DTYPES:
-            raise EngineOptionError(f"engine fast: arithmetic {arithmetic!r}, expected {' or '.join(DTYPES)}")
         self.drafts = drafts(self.name, self.settings["mtp"], ROWS - 1)
         self.checkpoint = open_checkpoint(directory)
         self.config, self.export = self.checkpoint.config, self.checkpoint.export
@@ -63,7 +64,7 @@ class FastEngine(BaseEngine):
             self.held: dict[str, list[dict[str, np.ndarray] | None]] = {}
             return
         settings = {key: self.settings[key] for key in ("device", "kda_chunk", "mla")}
-        self.model = TextModel(directory, dtype=DTYPES[arithmetic], mtp=self.drafts > 0, **settings)
+        self.model = TextModel(directory, dtype=DTYPES[self.settings["arithmetic"]], mtp=self.drafts > 0, **settings)
         self.block = Mtp(self.model) if self.drafts else None
 
     def _run(self, ids: np.ndarray, schedule: Any, tap: Callable[[str, Any], None]) -> np.ndarray:

@@ -37,6 +37,11 @@ class ReferenceEngine(BaseEngine):
         "tp": 1,
         "ep": 1,
     }
+    choices: ClassVar[dict[str, Any]] = {
+        "arithmetic": ("exact", "bf16", "stochastic"),
+        "kda": ("recurrent", "chunked"),
+        "mla": ("expanded", "absorbed"),
+    }
 
     def _open(self, directory: Path) -> None:
         self.drafts = drafts(self.name, self.settings["mtp"])

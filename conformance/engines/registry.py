@@ -44,8 +44,8 @@ def _load(name: str, target: str) -> Any:
     module, _, attribute = target.partition(":")
     try:
         value: Any = importlib.import_module(module)
-    except ImportError as error:
-        raise EngineNotFoundError(f"engine {name}: cannot import {module} ({error})") from None
+    except Exception as error:  # A module of someone else's may raise anything while it is imported.
+        raise EngineNotFoundError(f"engine {name}: cannot import {module or 'a nameless module'} ({error})") from error
     for part in attribute.split("."):
         if not hasattr(value, part):
             raise EngineNotFoundError(f"engine {name}: {module} has no {attribute}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from conformance.files import write_whole
 from conformance.goldens import manifest as m
 from conformance.goldens import records, tables, traces
 from conformance.goldens.case import Case, Made, Workspace
@@ -235,11 +235,11 @@ def regen(
     directory.mkdir(exist_ok=True)
     for file, data in files.items():
         if not (directory / file).is_file() or (directory / file).read_bytes() != data:
-            _write(directory / file, data)
+            write_whole(directory / file, data)
             result.written.append(file)
     for file in stale:
         (directory / file).unlink()
-    _write(directory / m.NAME, text.encode())
+    write_whole(directory / m.NAME, text.encode())
     return result
 
 
@@ -254,13 +254,3 @@ def _check_sizes(records_: dict[str, m.Record], manifest_size: int) -> None:
             raise m.SizeError(f"{file}: {size:,} bytes, expected less than {m.FILE_LIMIT:,}; make it a recipe")
     if sum(sizes.values()) >= m.TOTAL_LIMIT:
         raise m.SizeError(f"golden files: {sum(sizes.values()):,} bytes in all, expected less than {m.TOTAL_LIMIT:,}")
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Under a temporary name, then renamed, so that nobody reads half a file."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

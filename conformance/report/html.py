@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from conformance.files import write_whole
 from conformance.judge.result import Result
 from conformance.pairwise import Pair
 from conformance.report import numbers, view
@@ -18,13 +19,7 @@ _HERE = Path(__file__).parent
 
 def write(results: Sequence[Result], path: str | os.PathLike[str], pairs: Sequence[Pair] = ()) -> None:
     """Write the page under a temporary name and rename it. An empty list is a page that says FAIL."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(render(results, pairs), encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, render(results, pairs).encode())
 
 
 def render(results: Sequence[Result], pairs: Sequence[Pair] = ()) -> str:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from conformance.files import write_whole
 from conformance.judge.result import Result
 from conformance.pairwise import Pair
 
@@ -39,13 +40,7 @@ def _finite(record: dict[str, Any]) -> dict[str, Any]:
 
 def write(results: Sequence[Result], path: str | os.PathLike[str], pairs: Sequence[Pair] = ()) -> None:
     """Write `render` under a temporary name and rename it."""
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(render(results, pairs), encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, render(results, pairs).encode())
 
 
 def read(path: str | os.PathLike[str]) -> list[Result]:

@@ -185,4 +185,4 @@ def test_a_file_that_is_no_array_is_named(out, tmp_path, capsys):
 
 def test_an_output_that_cannot_be_written_is_named_before_anything_runs(tmp_path, capsys):
     assert run("--engine", "fast", "--prompt", TEXT, "--out", tmp_path / "no" / "a.trace") == 2
-    assert "is not a directory" in capsys.readouterr().err
+    assert "a.trace: cannot be written: No such file or directory" in capsys.readouterr().err
