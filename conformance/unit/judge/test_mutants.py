@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from conformance.checkpoints import make
+from conformance.judge import Rebase
 from conformance.mutants import catalogue, page, runner
 from conformance.mutants.probes import CASES, PROBES, Bench
 from conformance.mutants.record import Patch, argument, output, replace, resolve
+from reference.checkpoint import open_checkpoint
 
 CLASSES = {
     "codec", "loader", "dtype", "KDA", "DSA-indexer", "MLA", "mHC", "norm", "MoE-routing", "MoE-compute", "cache",
@@ -74,8 +77,11 @@ def test_a_target_that_is_gone_is_an_error():
 
 
 @pytest.fixture(scope="module")
-def benches():
-    return {}
+def benches(tmp_path_factory):
+    """A bench of one layer stands in for the whole `tiny`."""
+    directory = make(tmp_path_factory.mktemp("mutants") / "tiny", "nvidia", "tiny", layers=(0,))
+    checkpoint = open_checkpoint(directory)
+    return {("nvidia", "tiny"): Bench("nvidia", "tiny", directory, checkpoint, Rebase(checkpoint, remember=True))}
 
 
 SHOWN = ("mhc-comb-not-transposed", "kda-decay-softplus", "quantiser-ties-away", "config-bound-defaulted")
@@ -83,13 +89,13 @@ SHOWN = ("mhc-comb-not-transposed", "kda-decay-softplus", "quantiser-ties-away",
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_fault_is_caught_and_named(name, benches):
-    found = runner.run_one(altered(catalogue.by_name()[name], geometry="odd", export="libertai"), benches)
+    found = runner.run_one(catalogue.by_name()[name], benches)
     assert found.good, page.finding(found)
     assert found.localised, page.finding(found)
 
 
 def test_the_engine_without_a_fault_is_not_caught(benches):
-    sound = altered(catalogue.by_name()["mhc-comb-not-transposed"], geometry="odd", export="libertai", patch=Patch())
+    sound = altered(catalogue.by_name()["mhc-comb-not-transposed"], patch=Patch())
     found = runner.run_one(sound, benches)
     assert not found.caught
     assert not found.changed
@@ -100,8 +106,6 @@ def test_the_engine_without_a_fault_is_not_caught(benches):
 def test_an_engine_that_falls_over_is_not_a_success(benches):
     broken = altered(
         catalogue.by_name()["mhc-comb-not-transposed"],
-        geometry="odd",
-        export="libertai",
         patch=output("fast.ops.mhc:mix", lambda mix: mix.nothing),
     )
     found = runner.run_one(broken, benches)
@@ -133,8 +137,3 @@ def test_the_page_says_what_was_missed():
     assert "lost" in text
     assert "missed" in text
     assert "http" not in text
-
-
-def test_a_bench_knows_its_checkpoint():
-    bench = Bench.of("libertai", "odd")
-    assert bench.checkpoint.export == "libertai"
