@@ -115,8 +115,15 @@ def _final(how: str) -> Patch:
     return Patch((("fast.model:TextModel.final", make),))
 
 
+# The streams that enter layer 0 are equal: what depends on which stream is which shows at its second site.
 MUTANTS = (
-    _m("mhc-comb-not-transposed", "FB107", MID, argument(f"{H}:combine", 3, lambda c: c.transpose(1, 2)), fast=True),
+    _m(
+        "mhc-comb-not-transposed",
+        "FB107",
+        "layers.0.out",
+        argument(f"{H}:combine", 3, lambda c: c.transpose(1, 2)),
+        fast=True,
+    ),
     _m("mhc-one-eps-hc", "FB108", PRE, argument(f"{H}:mix", "norm_eps", lambda e: 1e-6), **ODD),
     _m("mhc-one-eps-rms", "FB108", PRE, argument(f"{H}:mix", "hc_eps", lambda e: 1e-5), **ODD),
     _m("mhc-sinkhorn-one-less", "model.md 2.1", COMB, configured(hc_sinkhorn_iters=lambda n: n - 1), **ODD),
@@ -136,10 +143,15 @@ MUTANTS = (
     _m("mhc-pre-without-eps", "model.md 2.1", PRE, _part("pre", lambda x: x - 2e-2), **ODD),
     _m("mhc-pre-half-percent", "issue 4: bias", PRE, _part("pre", lambda x: x * 1.005)),
     _m("mhc-sites-swapped", "model.md 2.1", PRE, layers("layer", _swapped_sites)),
-    _m("mhc-collapse-first-stream", "model.md 2.1", IN, argument(f"{H}:collapse", 1, lambda p: p.roll(1, -1))),
+    _m(
+        "mhc-collapse-first-stream",
+        "model.md 2.1",
+        "layers.0.mlp.in",
+        argument(f"{H}:collapse", 1, lambda p: p.roll(1, -1)),
+    ),
     _m("mhc-post-not-applied", "model.md 2.1", MID, _without("post")),
     _m("mhc-sublayer-not-added", "model.md 2.1", MID, _without("out")),
-    _m("mhc-streams-not-mixed", "model.md 2.1", MID, _without("comb")),
+    _m("mhc-streams-not-mixed", "model.md 2.1", "layers.0.out", _without("comb")),
     _m("mhc-final-sum", "model.md 2", "final.hidden", _final("sum")),
     _m("mhc-final-first-stream", "model.md 2", "final.hidden", _final("first")),
     _n("norm-weight-plus-one", "model.md", IN, argument(f"{N}:rms", 1, lambda w: w + 1)),

@@ -84,7 +84,7 @@ def benches(tmp_path_factory):
     return {("nvidia", "tiny"): Bench("nvidia", "tiny", directory, checkpoint, Rebase(checkpoint, remember=True))}
 
 
-SHOWN = ("mhc-comb-not-transposed", "kda-decay-softplus", "quantiser-ties-away", "config-bound-defaulted")
+SHOWN = ("mhc-post-not-doubled", "kda-decay-softplus", "quantiser-ties-away", "config-bound-defaulted")
 
 
 @pytest.mark.parametrize("name", SHOWN)
