@@ -15,7 +15,7 @@ from conformance.judge.rebase import SAMPLES
 from conformance.report import html, machine, terminal
 from conformance.trace import Trace
 from reference.checkpoint import Checkpoint, open_checkpoint
-from tools.errors import UsageError
+from tools.errors import UsageError, check_seed
 from tools.output import check_outputs, guarded, write_json
 from tools.progress import step_bar
 
@@ -122,6 +122,7 @@ def command(
     files = traces or []
     console = terminal.default_console(quiet)
     check_outputs({"--html": html_file, "--json": json_file}, reads=[*files, check_file])
+    check_seed(seed)
     if check_file is not None:
         if files:
             raise UsageError(f"--check {check_file}: takes no further trace, found {files[0]}")

@@ -9,6 +9,12 @@ class UsageError(Exception):
     """Options that contradict each other, or a value outside what the command accepts."""
 
 
+def check_seed(seed: int | None) -> None:
+    """Raises UsageError for a seed outside 0 .. 2^63 - 1: beyond that, two seeds would name one stream of numbers."""
+    if seed is not None and not 0 <= seed < 2**63:
+        raise UsageError(f"--seed {seed}: expected 0 to 2^63 - 1")
+
+
 def input_errors() -> tuple[type[BaseException], ...]:
     """The InputError of each room that has been imported, and this package's own UsageError.
 

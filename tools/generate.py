@@ -16,13 +16,14 @@ import typer
 from conformance.engines.base import check_tokens
 from conformance.engines.fast import DTYPES
 from fast.generate import Chooser, Generator, Statistics
+from fast.linear import ROWS
 from fast.loader import load
 from fast.model import TextModel as FastModel
 from fast.mtp import Mtp
 from reference.checkpoint import open_checkpoint
 from reference.model import TextModel as ReferenceModel
 from reference.mtp import Block, Greedy, Sampled, Speculation
-from tools.errors import UsageError
+from tools.errors import UsageError, check_seed
 from tools.output import check_outputs, write_json
 from tools.progress import token_bar
 from tools.tokens import load_tokenizer, tokens_of
@@ -49,8 +50,10 @@ class Wish:
         if self.arithmetic not in (None, *ARITHMETICS[self.engine]):
             expected = " or ".join(ARITHMETICS[self.engine])
             raise UsageError(f"--arithmetic {self.arithmetic}: expected {expected} for {self.engine}")
-        if self.drafts < 0:
-            raise UsageError(f"--mtp {self.drafts}: expected 0 or more")
+        check_seed(self.seed)
+        if self.drafts < 0 or (self.engine == "fast" and self.drafts >= ROWS):
+            expected = f"0 to {ROWS - 1}" if self.engine == "fast" else "0 or more"
+            raise UsageError(f"--mtp {self.drafts}: expected {expected}")
         if not 0 <= self.temperature < math.inf:
             raise UsageError(f"--temperature {self.temperature}: expected a number from 0 up")
         if self.device is not None and self.engine == "reference":
@@ -169,8 +172,14 @@ def generate(directory: Path, ids: np.ndarray, count: int, wish: Wish, *, quiet:
     wish.check()
     if count < 1:
         raise UsageError(f"--max-new {count}: expected at least 1")
-    config = open_checkpoint(directory).config
-    prompt = check_tokens(ids, config.text.vocab_size).tolist()
+    text = open_checkpoint(directory).config.text
+    prompt = check_tokens(ids, text.vocab_size).tolist()
+    for token in wish.stop:
+        if not 0 <= token < text.vocab_size:
+            raise UsageError(f"--stop {token}: expected 0 to {text.vocab_size - 1}")
+    if len(prompt) + count > text.max_position_embeddings:
+        most = f"the model has {text.max_position_embeddings} positions, the input takes {len(prompt)}"
+        raise UsageError(f"--max-new {count}: {most}")
     writer = WRITERS[wish.engine](directory, wish, quiet)
     made = Continuation(statistics=writer.statistics)
     with token_bar(f"{wish.engine} on {directory.name}", count, quiet) as advance:

@@ -13,7 +13,7 @@ import typer
 
 from conformance.goldens import arm64, lanes, verify
 from conformance.goldens.lanes import ROOT, Outcome
-from tools.output import check_outputs, write_json
+from tools.output import check_folder, check_outputs, write_json
 from tools.progress import step_bar
 
 app = typer.Typer(
@@ -78,6 +78,7 @@ def regen_command(
     Example: glm53 golden regen --reason "the router breaks ties by index"
     """
     check_outputs({"--json": json_file})
+    check_folder("--directory", directory)
     total = len(verify.chosen(only))
     with step_bar("golden files", quiet) as advance:
         result = verify.regen(directory, reason, only=only, progress=lambda name: advance(total))

@@ -9,6 +9,7 @@ import typer
 from conformance import checkpoints
 from reference.config import parse
 from reference.layout import tensors, totals
+from tools.errors import check_seed
 from tools.output import check_outputs, write_json
 from tools.progress import byte_bar
 
@@ -82,6 +83,7 @@ def command(
     Example: glm53 make-checkpoint one-layer --export nvidia --geometry one-layer --experts 16 --vocab 4096
     """
     check_outputs({"--json": json_file})
+    check_seed(seed)
     summary = make_checkpoint(
         directory,
         export.value,

@@ -52,6 +52,19 @@ def _check_place(path: Path) -> None:
         raise OSError(found, os.strerror(found))
 
 
+def check_folder(option: str, path: Path) -> None:
+    """Refuse, before the work, a folder that is not there and cannot be made, or may not be written. Raises UsageError.
+
+    Folders above it are not made for it.
+    """
+    try:
+        _check_place(path / "x" if path.is_dir() else path)
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    except OSError as error:
+        raise _unwritable(option, path, error) from None
+
+
 def guarded(option: str, path: Path, write: Callable[[], Any]) -> None:
     """Run `write`; an OSError becomes the UsageError that names the option and the file."""
     try:

@@ -12,7 +12,7 @@ import typer
 from conformance import rank_traces
 from conformance.engines import registry
 from conformance.trace import Schedule, Trace
-from tools.errors import UsageError
+from tools.errors import UsageError, check_seed
 from tools.output import check_outputs, write_json
 from tools.progress import step_bar
 from tools.tokens import tokens_of
@@ -135,6 +135,7 @@ def command(
     Example: glm53 trace tiny --engine fast --prompt "Hello, world." --decode 4 --out fast.trace
     """
     check_outputs({"--out": out, "--json": json_file, "--job": job_file}, reads=[tokens])
+    check_seed(seed)
     ids = tokens_of(tokens, prompt, directory)
     options = engine_options(option or [], arithmetic=arithmetic, seed=seed, tp=tp, ep=ep, device=device, mtp=mtp)
     if job_file is not None:

@@ -224,6 +224,13 @@ def test_a_result_with_no_place_is_refused_before_any_work(tmp_path, capsys, com
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("where", ["no/x", "file/x", "file"])
+def test_goldens_with_no_place_are_refused_before_any_is_made(tmp_path, capsys, where):
+    (tmp_path / "file").write_text("")
+    assert run("golden", "regen", "--reason", "x", "--directory", tmp_path / where) == 2
+    assert f"--directory {tmp_path / where}: cannot be written" in told(capsys)
+
+
 def test_two_outputs_or_an_input_and_an_output_are_not_one_file(tmp_path):
     file = tmp_path / "f"
     with pytest.raises(output.UsageError, match="write the same file"):
@@ -291,6 +298,35 @@ def test_bytes_of_the_command_line_that_are_no_utf8_are_ids(directory, tmp_path,
 def test_an_option_of_an_engine_is_checked_before_it_reaches_it(directory, tmp_path, capsys, engine, option, message):
     arguments = ("--engine", engine, "--prompt", "x", *option, "--out", tmp_path / "o")
     assert run("trace", directory, *arguments) == 2
+    assert message in told(capsys)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("make-checkpoint", "{}/c", "--export", "nvidia", "--geometry", "odd"),
+        ("trace", "{}/no", "--prompt", "x", "--out", "{}/t"),
+        ("diff", "{}/no", "--checkpoint", "{}/no"),
+    ],
+)
+def test_a_seed_that_another_seed_would_repeat_is_refused(tmp_path, capsys, command, seed):
+    assert run(*(word.format(tmp_path) for word in command), "--seed", seed) == 2
+    assert f"--seed {seed}: expected 0 to" in told(capsys)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--max-new", "2", "--seed", str(2**80)), "--seed "),
+        (("--max-new", "2", "--mtp", "8"), "--mtp 8: expected 0 to 7"),
+        (("--max-new", "2", "--stop", "-5"), "--stop -5: expected 0 to 256"),
+        (("--max-new", "2", "--stop", "257"), "--stop 257: expected 0 to 256"),
+        (("--max-new", "4096"), "--max-new 4096: the model has 4096 positions, the input takes 2"),
+    ],
+)
+def test_a_continuation_that_cannot_be_is_refused(directory, capsys, options, message):
+    assert run("generate", directory, "--prompt", "hi", *options) == 2
     assert message in told(capsys)
 
 

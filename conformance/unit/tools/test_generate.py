@@ -124,7 +124,7 @@ def test_tokens_come_from_a_file_and_one_token_has_no_rate(tmp_path, capsys):
     [
         (("--prompt", "x", "--max-new", 0), "--max-new 0: expected at least 1"),
         (("--prompt", "x", "--max-new", 2, "--mtp", -1), "--mtp -1"),
-        (("--prompt", "x", "--max-new", 2, "--mtp", 8), "found 8, expected 0 to 7"),
+        (("--prompt", "x", "--max-new", 2, "--mtp", 8), "--mtp 8: expected 0 to 7"),
         (("--prompt", "x", "--max-new", 2, "--engine", "transformers"), "--engine transformers: generates no text"),
         (("--prompt", "x", "--max-new", 2, "--arithmetic", "exact"), "--arithmetic exact: expected bf16 or fp32"),
         (("--prompt", "x", "--max-new", 2, "--temperature", "-0.5"), "--temperature -0.5"),
