@@ -1,8 +1,8 @@
 """What the engine bound for each checkpoint weight, compared with the file bit by bit.
 
 Nothing here is bounded: a code, a scale byte or a value is the file's or it is not. Between file and engine may lie an
-upcast that keeps every value, the decoding of a packed weight to float32, and for the convolution kernels the rounding
-to BF16; nothing else.
+upcast that keeps every value, the decoding of a packed weight to float32, for the convolution kernels the rounding to
+BF16, and for BF16 experts of the draft block their packing as `nvfp4.encode` does it; nothing else.
 """
 
 from __future__ import annotations
@@ -16,24 +16,32 @@ import numpy as np
 import numpy.typing as npt
 
 from conformance.judge.result import TensorRow, Value
-from reference import layout
+from reference import layout, nvfp4
 from reference.checkpoint import Checkpoint
 from reference.errors import InputError
 
 Operands = Callable[[str], dict[str, np.ndarray] | None]
-_PARTS = ("_scale", "_scale_2", "input_scale")
+_PARTS = (".weight_scale", ".weight_scale_2", ".input_scale")
 _SHOWN = 8
 _WIDTH = {"U8": np.uint8, "F8_E4M3": np.uint8, "BF16": np.uint16, "F32": np.uint32}
 
 
-def weights(checkpoint: Checkpoint) -> list[str]:
-    """Names of the text stack's weights in layout order: no scales, no MTP block, no vision tower."""
+def weights(checkpoint: Checkpoint, *, drafts: bool = False) -> list[str]:
+    """Names of the text stack's weights in layout order: no scales, no vision tower, the draft block with `drafts`."""
     mtp = checkpoint.config.text.mtp_layer
     return [
         name
         for name, spec in checkpoint.specs.items()
-        if not name.endswith(_PARTS) and spec.layer != mtp and (name.startswith(layout.TEXT) or "lm_head" in name)
+        if not name.endswith(_PARTS)
+        and (spec.layer is None or drafts or spec.layer != mtp)
+        and (name.startswith(layout.TEXT) or "lm_head" in name)
     ]
+
+
+def packed_at_load(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether an engine may pack a weight that the file has in BF16: the experts of the draft block."""
+    spec = checkpoint.specs[name]
+    return spec.dtype == "BF16" and spec.family == "routed experts, MTP"
 
 
 def compare(checkpoint: Checkpoint, operands: Operands, names: list[str] | None = None) -> Iterator[TensorRow]:
@@ -57,20 +65,27 @@ def rows(checkpoint: Checkpoint, name: str, bound: dict[str, np.ndarray]) -> Ite
         yield _value_row(checkpoint, name, dtype, np.asarray(bound["value"]))
         return
     parts = {"codes": name, "scale": f"{name}_scale", "scale_2": f"{name}_scale_2"}
-    if dtype != "U8" or set(bound) != set(parts):
+    if not (dtype == "U8" or packed_at_load(checkpoint, name)) or set(bound) != set(parts):
         found, want = sorted(bound), sorted(parts) if dtype == "U8" else ["value"]
         yield _row(checkpoint, name, "value", "none", (), "identical", 0, 0, (), f"operands {found}, expected {want}")
         return
+    rule = "identical" if dtype == "U8" else "packed as NVFP4"
+    made = nvfp4.encode(checkpoint.weight(name), name=name) if dtype != "U8" else None
     for part, source in parts.items():
-        stored, shape, data = checkpoint.raw(source)
-        expected = np.frombuffer(data, _WIDTH[stored]).reshape(shape)
+        if made is not None:
+            stored = {"codes": "U8", "scale": "F8_E4M3", "scale_2": "F32"}[part]
+            expected = {"codes": made.packed, "scale": made.scale, "scale_2": np.asarray(made.scale_2)}[part]
+            expected = np.ascontiguousarray(expected).view(_WIDTH[stored])
+        else:
+            stored, shape, data = checkpoint.raw(source)
+            expected = np.frombuffer(data, _WIDTH[stored]).reshape(shape)
         actual = np.asarray(bound[part])
         width = expected.dtype.itemsize
         if actual.dtype.itemsize != width or (stored == "F32") != (actual.dtype == np.float32):
             message = f"dtype {actual.dtype}, expected {stored}"
-            yield _row(checkpoint, name, part, str(actual.dtype), actual.shape, "identical", 0, 0, (), message)
+            yield _row(checkpoint, name, part, str(actual.dtype), actual.shape, rule, 0, 0, (), message)
             continue
-        yield _bit_row(checkpoint, name, part, "identical", expected, actual)
+        yield _bit_row(checkpoint, name, part, rule, expected, actual)
 
 
 def missing(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], message: str) -> TensorRow:
