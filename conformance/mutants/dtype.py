@@ -40,7 +40,13 @@ MUTANTS = (
     _m("dtype-router-fp8", "model.md 4", "*", bound("mlp.gate.weight", fp8), operand="*.mlp.gate.weight"),
     _m("dtype-head-fp8", "model.md 4", "*", bound("lm_head.weight", fp8), operand="lm_head.weight"),
     _m("dtype-q-fp8", "model.md 4", "*", bound("q_proj.weight", fp8), operand="*.q_proj.weight"),
-    _m("dtype-b-flushed", "model.md 4", "*", bound("b_proj.weight", _flushed), operand="*.b_proj.weight"),
+    _m(
+        "dtype-b-flushed",
+        "model.md 4",
+        "*",
+        bound(".self_attn.b_proj.weight", _flushed),
+        operand="*.self_attn.b_proj.weight",
+    ),
     _m("dtype-scale_2-bf16", "exports.md 3.1", "*", packed("_proj", "scale_2", bf16), operand="*.mlp.*_proj.weight"),
     _m(
         "dtype-ape-fp8", "model.md 4", "*", bound("index_kpool_compress_ape", fp8), operand="*.index_kpool_compress_ape"
