@@ -162,8 +162,15 @@ class TextModel:
         return self.logits(hidden), hidden
 
     def ids(self, tokens: Sequence[int] | Any) -> Tensor:
-        """Any integers [T] -> int64 on the device. Raises TokenError for one outside the vocabulary."""
-        ids = torch.as_tensor(tokens, dtype=torch.int64)
+        """Any integers [T] -> int64 on the device. Raises TokenError for what is none, or outside the vocabulary."""
+        try:
+            found = torch.as_tensor(tokens)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TokenError(f"tokens: expected integers ({error})") from None
+        whole = not (found.dtype.is_floating_point or found.dtype.is_complex or found.dtype == torch.bool)
+        if found.ndim != 1 or (len(found) and not whole):
+            raise TokenError(f"tokens: {found.dtype} {list(found.shape)}, expected a list of integers")
+        ids = found.to(torch.int64)
         V = self.config.text.vocab_size
         outside = torch.nonzero((ids < 0) | (ids >= V))
         if len(outside):

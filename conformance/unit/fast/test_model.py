@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from conformance.checkpoints.shared import shared
 from conformance.taps import expected as expected_taps
 from conformance.unit.fast.runs import Taps, distance, feed, tokens
 from fast.errors import InputError
@@ -237,3 +238,10 @@ def test_padding_alone_leaves_a_fresh_state(weights):
     model = TextModel(weights("odd"))
     assert model.prefill([3, 4], pad=2).shape == (0, model.config.text.vocab_size)
     assert same(model.state.arrays(), model.fresh().arrays())
+
+
+@pytest.mark.parametrize("tokens", [[1.5], [[1, 2]], [True], "ab", None], ids=str)
+def test_what_is_no_list_of_integers_is_refused(tokens):
+    model = TextModel(shared("nvidia", "odd"))
+    with pytest.raises(TokenError, match="integers"):
+        model.prefill(tokens)
