@@ -86,7 +86,7 @@ def run(
         )
 
 
-def operands_of(engine: Engine) -> Operands | RankOperands:
+def operands_of(engine: Any) -> Operands | RankOperands:
     """What an opened engine shows of its weights, on one rank or on several."""
     if isinstance(engine, BaseEngine) and engine.mesh.world > 1:
         return RankOperands(engine.mesh, engine.rank_operands, engine.settings.get("vocab", "replicated"))

@@ -14,6 +14,7 @@ import pytest
 from conformance import pairwise
 from conformance.checkpoints.shared import shared
 from conformance.engines import registry
+from conformance.engines.threads import Thread, on_ranks
 from conformance.speculation import (
     FastRunner,
     Outcome,
@@ -24,7 +25,6 @@ from conformance.speculation import (
     wrong_in_turn,
 )
 from conformance.trace import Schedule
-from conformance.unit.fast.threads import Thread, on_ranks
 from fast.loader import load
 from reference.checkpoint import open_checkpoint
 

@@ -55,18 +55,25 @@ def compare(checkpoint: Checkpoint, operands: RankOperands, names: list[str] | N
     """Rows of every weight and rank, `part` being "PART, rank R".
 
     A weight that some rank shows must be shown by every rank that the plan gives a part of it, and by no other. One
-    that no rank shows yields nothing.
+    that no rank shows is missing where other weights of its role are shown, and yields nothing otherwise.
     """
     views: list[Any] = [
         RankView(checkpoint, replace(operands.mesh, rank=rank), operands.vocab) for rank in range(operands.mesh.world)
     ]
+    roles: dict[str, None] = {}
+    absent: dict[str, list[str]] = {}
     for name in bits.weights(checkpoint) if names is None else names:
         shown = [operands.of(rank, name) for rank in range(operands.mesh.world)]
+        role = checkpoint.specs[name].role
         if not any(shown):
+            absent.setdefault(role, []).append(name)
             continue
+        roles[role] = None
         for rank, (view, bound) in enumerate(zip(views, shown, strict=True)):
             for row in _rows(view, name, bound):
                 yield replace(row, part=f"{row.part}, rank {rank}")
+    for name in (name for role in roles for name in absent.get(role, ())):
+        yield bits.missing(checkpoint, name, (), "held by no rank")
 
 
 def _rows(view: Any, name: str, bound: dict[str, np.ndarray] | None) -> Iterator[TensorRow]:

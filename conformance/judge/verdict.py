@@ -69,7 +69,7 @@ def compare(
             if row.tap not in apart:
                 rows.append(row)
             report(row.tap)
-            if stop and not row.passed:
+            if stop and (not row.passed or row.tap in apart):
                 break
         if "logits" in usable.taps and not (stop and any(not row.passed for row in rows)):
             logits = tokens.compare(owner, usable)
@@ -78,12 +78,10 @@ def compare(
 
 
 def _tensors(checkpoint: Checkpoint, operands: Operands | RankOperands | None, block: bool) -> Iterator[TensorRow]:
-    """With `block`, those of the draft block too."""
+    """With `block`, those of the draft block too; of several ranks not its BF16 experts, which are packed whole."""
     names = bits.weights(checkpoint, drafts=block)
     if isinstance(operands, RankOperands):
-        packed = [name for name in names if checkpoint.specs[name].role == bits.PACKED_AT_LOAD]
-        whole = [name for name in packed if checkpoint.dtype(name) == "BF16"]
-        return rank_bits.compare(checkpoint, operands, [name for name in names if name not in whole])
+        return rank_bits.compare(checkpoint, operands, [n for n in names if not bits.packed_at_load(checkpoint, n)])
     return iter(()) if operands is None else bits.compare(checkpoint, operands, names)
 
 

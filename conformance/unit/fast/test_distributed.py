@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from conformance.engines.threads import Thread, on_ranks
 from conformance.unit.fast.runs import tokens
-from conformance.unit.fast.threads import Thread, on_ranks
 from fast.distributed import NotLaunchedError, Ranks
 from fast.generate import generate
 from fast.loader import load

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from conformance.engines.threads import Thread, on_ranks
 from conformance.unit.fast import bounds
 from conformance.unit.fast.runs import Taps, distance, feed, tokens
-from conformance.unit.fast.threads import Thread, on_ranks
 from fast.errors import IndivisibleError, MeshError
 from fast.generate import Generator
 from fast.linear import linear
