@@ -40,7 +40,7 @@ def arm64(directory: Path, workdir: Path, progress: Progress = lambda label: Non
         label = f"arm64: qemu {cpu}"
         progress(label)
         python = [str(qemu), "-cpu", cpu, "-L", str(root), str(root / "usr/bin" / f"python{PYTHON}")]
-        outcome = run(label, python, directory, {"PYTHONPATH": f"{ROOT}:{site}", "OPENBLAS_NUM_THREADS": "1"})
+        outcome = run(label, python, directory, {"PYTHONPATH": f"{ROOT}:{site}"})
         if not outcome.problem and outcome.environment["machine"] != "aarch64":
             outcome.problem = f"ran on {outcome.environment['machine']}"
         yield outcome

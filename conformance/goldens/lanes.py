@@ -89,7 +89,9 @@ def _ask_blas(symbols: Iterable[str], result: Any) -> Any:
 
 def run(label: str, python: Sequence[str], directory: Path, settings: Mapping[str, str]) -> Outcome:
     """`python -m conformance.goldens` with these variables; what it reported."""
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"} | dict(settings)
+    # One BLAS thread unless a lane asks for more: two spin against each other on a busy machine.
+    fixed = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1"}
+    variables = os.environ | fixed | dict(settings)
     done = subprocess.run(
         [*python, "-m", "conformance.goldens", str(directory.resolve())], env=variables, capture_output=True, text=True
     )
