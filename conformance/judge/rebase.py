@@ -67,13 +67,15 @@ class Rebase:
         self.maker = {name: node for node in self.nodes for name in node.outputs}
         self.order = {name: place for place, name in enumerate(self.maker)}
         self.memory: dict[bytes, tuple[TapRow, ...]] | None = {} if remember else None
+        self.blocks: dict[str, TextModel] = {}
+        """The draft block as a model's only layer, by how its experts are read; see `drafts`."""
 
     def statistics(self, rows: int) -> Statistics:
         return Statistics(self.samples, self.seed, self.false_alarm, rows)
 
     def rows(self, trace: Trace) -> Iterator[TapRow]:
         """Verdicts in dataflow order, one per tap that the trace holds. The trace must have passed `trace.validate`."""
-        return _Run(self, trace).rows()
+        return Run(self, trace).rows()
 
     def free_run(self, trace: Trace, samples: int) -> tuple[np.ndarray, np.ndarray, npt.NDArray[np.bool_]]:
         """Logits [T,V] from the tokens alone, samples of them [B,T,V], and [T] rows that rest on an untold choice.
@@ -83,16 +85,17 @@ class Rebase:
         kept = {name: tap for name, tap in trace.taps.items() if name == "tokens" or tap.dtype.kind in "iu"}
         few = copy.copy(self)
         few.samples = samples
-        return _Run(few, Trace(trace.metadata, kept)).free_run()
+        return Run(few, Trace(trace.metadata, kept)).free_run()
 
 
-class _Run:
+class Run:
     """One trace. `taps` are its arrays as the reference can use them; `clean` says which are finite."""
 
     def __init__(self, owner: Rebase, trace: Trace) -> None:
         self.owner, self.model, self.trace = owner, owner.model, trace
         self.held = {name: tap for name, tap in trace.taps.items() if name in owner.maker}
-        self.budget = Budget.of(owner.false_alarm, len(self.held), trace.taps["tokens"])
+        self.judged = sum(name in owner.maker or name.startswith("mtp.") for name in trace.taps)
+        self.budget = Budget.of(owner.false_alarm, self.judged, trace.taps["tokens"])
         self.exact, self.sampled = _Side({}), _Side({})
         self.taint: dict[str, Taint] = {}
         self.digests: dict[str, bytes] = {}
@@ -104,7 +107,7 @@ class _Run:
             if not outputs:
                 continue
             yield from self._remembered(node, outputs)
-            if node.outputs[0].endswith(".out") and node.outputs[0].count(".") == 2:
+            if _ends_a_layer(node.outputs[0]):
                 self._forget()
 
     def free_run(self) -> tuple[np.ndarray, np.ndarray, npt.NDArray[np.bool_]]:
@@ -113,7 +116,7 @@ class _Run:
                 for side in (self.exact, self.sampled):
                     self._value(side, node.outputs[0])
                 self._taint(node.outputs[0])
-            if node.outputs[0].endswith(".out") and node.outputs[0].count(".") == 2:
+            if _ends_a_layer(node.outputs[0]):
                 self._forget(node.outputs[0])
         doubt = self.taint["logits"]
         clear = np.zeros(self.length, bool) if doubt is None else doubt
@@ -191,15 +194,17 @@ class _Run:
 
     def _roots(self, node: Node) -> tuple[str, ...]:
         """The taps of the trace that a node's outputs were recomputed from."""
-        seen: dict[str, None] = {}
+        roots: dict[str, None] = {}
+        visited: set[str] = set()
         stack = list(reversed(node.inputs))
         while stack:
             name = stack.pop()
             if name in self.held or name == "tokens":
-                seen[name] = None
-            else:
+                roots[name] = None
+            elif name not in visited:
                 stack += reversed(self.owner.maker[name].inputs)
-        return tuple(seen)
+            visited.add(name)
+        return tuple(roots)
 
     def _broken(self, node: Node) -> str:
         """The first input tap that holds something no step can be recomputed from."""
@@ -260,14 +265,16 @@ class _Run:
 
     def _stochastic(self, node: Node, first: int) -> TextModel:
         """The model with draws of its own for one node, whatever was computed before."""
-        seed = zlib.crc32(f"{self.owner.seed} {node.outputs[0]} {first}".encode())
         model = copy.copy(self.model)
-        model.ar = Sampler(seed)
+        model.ar = self._sampler(node, first)
         if node.layer is not None:
             weights = self.model.w.at(f"layers.{node.layer}.")
             layer = Layer(node.layer, model.ar, self.model.config, weights, self.model.options)
             model.layers = {node.layer: layer}  # type: ignore[assignment]
         return model
+
+    def _sampler(self, node: Node, first: int) -> Sampler:
+        return Sampler(zlib.crc32(f"{self.owner.seed} {node.outputs[0]} {first}".encode()))
 
     def _forget(self, kept: str = "") -> None:
         for side in (self.exact, self.sampled):
@@ -338,3 +345,7 @@ class _Run:
         else:
             verdict = margins.pools(tap, scores, error, c.index_kpool, c.index_topk // c.index_kpool)
         return choice_row(step, tap, verdict)
+
+
+def _ends_a_layer(tap: str) -> bool:
+    return tap.startswith("layers.") and tap.endswith(".out") and tap.count(".") == 2

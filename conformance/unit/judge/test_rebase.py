@@ -1,0 +1,180 @@
+"""Rebased comparison: correct traces pass, a fault in one tap is found at that tap, coarser traces still localise."""
+
+import re
+
+import numpy as np
+import pytest
+
+from conformance.cases.runs import SCHEDULES, text_tokens
+from conformance.checkpoints.shared import shared
+from conformance.engines.reference import ReferenceEngine
+from conformance.judge import Rebase, graph
+from conformance.taps import expected
+from conformance.trace import Trace
+from reference.checkpoint import open_checkpoint
+
+TOKENS = 32
+LONG = 72
+COARSE = r"tokens|logits|layers\.\d+\.(in|out)"
+
+
+class Bench:
+    """One checkpoint, its judge with a memory, and a clean trace of the reference in bf16."""
+
+    def __init__(self, geometry, export, tokens=TOKENS, samples=8):
+        directory = shared(export, geometry)
+        self.checkpoint = open_checkpoint(directory)
+        self.judge = Rebase(self.checkpoint, samples=samples, remember=True)
+        engine = ReferenceEngine()
+        engine.open(directory, arithmetic="bf16")
+        self.trace = engine.run(text_tokens()[:tokens], SCHEDULES["odd-chunks+decode"](tokens))
+
+    def first(self, taps):
+        rows = self.judge.rows(Trace(self.trace.metadata, taps))
+        return next((row for row in rows if not row.passed), None)
+
+
+@pytest.fixture(scope="module", params=[("odd", "nvidia"), ("tiny", "libertai")], ids="-".join)
+def bench(request):
+    return Bench(*request.param)
+
+
+@pytest.fixture(scope="module")
+def odd():
+    return Bench("odd", "nvidia")
+
+
+def test_every_tap_is_judged_and_a_correct_trace_passes(bench):
+    rows = list(bench.judge.rows(bench.trace))
+    assert [row.tap for row in rows if not row.passed] == []
+    known = {name for name in expected(bench.checkpoint.config, TOKENS) if not name.startswith(("mtp", "vision"))}
+    assert {row.tap for row in rows} | {"tokens"} == known
+    assert [row.order for row in rows] == sorted(row.order for row in rows)
+    assert all(row.compared == bench.trace.taps[row.tap].size for row in rows if not row.tap.endswith(".scores"))
+
+
+def test_every_tap_has_one_maker_and_only_earlier_inputs(bench):
+    seen = {"tokens"}
+    for node in graph.nodes(bench.judge.config):
+        assert set(node.inputs) <= seen
+        assert not set(node.outputs) & seen
+        seen |= set(node.outputs)
+
+
+def test_half_a_percent_on_any_tap_is_found_at_that_tap():
+    odd = Bench("odd", "nvidia", LONG, samples=16)
+    missed = {}
+    for row in odd.judge.rows(odd.trace):
+        if row.kind == "bounded" and (row.layer in (None, 0, 4) or row.tap.endswith("state")):
+            tap = odd.trace.taps[row.tap].astype(np.float64) * 1.005
+            first = odd.first(odd.trace.taps | {row.tap: tap.astype(np.float32)})
+            if first is None or first.tap != row.tap:
+                missed[row.tap] = first.tap if first else None
+    assert missed == {}
+
+
+@pytest.mark.parametrize("tap", ["embed", "layers.3.in"])
+def test_one_ulp_in_a_copy_is_found(odd, tap):
+    taken = odd.trace.taps[tap].astype(np.float32)
+    taken.reshape(-1)[77] = np.nextafter(taken.reshape(-1)[77], np.float32(9))
+    first = odd.first(odd.trace.taps | {tap: taken})
+    assert (first.tap, first.kind, first.failing) == (tap, "exact", 1)
+    assert first.values[0].expected_hex != first.values[0].actual_hex
+
+
+@pytest.mark.parametrize("tap", ["layers.2.attn.k", "layers.4.indexer.scores", "logits"])
+def test_nan_fails_where_it_appears_and_what_rests_on_it_says_so(odd, tap):
+    taken = odd.trace.taps[tap].astype(np.float32)
+    taken.reshape(len(taken), -1)[20, 0] = np.nan
+    rows = list(odd.judge.rows(Trace(odd.trace.metadata, odd.trace.taps | {tap: taken})))
+    failing = [row for row in rows if not row.passed]
+    assert failing[0].tap == tap
+    assert all(f"input {tap}" in row.message for row in failing[1:])
+
+
+def test_a_wrong_expert_fails_at_the_choice_and_is_replayed_after_it(odd):
+    name = "layers.3.router.indices"
+    taken = odd.trace.taps[name].copy()
+    c = odd.checkpoint.config.text
+    size = c.n_routed_experts // c.n_group
+    group = taken[20, 0] // size
+    spare = next(e for e in range(group * size, (group + 1) * size) if e not in taken[20])
+    taken[20, 0] = spare
+    rows = [row for row in odd.judge.rows(Trace(odd.trace.metadata, odd.trace.taps | {name: taken})) if not row.passed]
+    assert rows[0].tap == name
+    assert [flip.chosen for flip in rows[0].flips] == [spare]
+    assert {row.tap for row in rows[1:]} == {"layers.3.router.weights", "layers.3.routed.out"}
+
+
+def test_a_wrong_token_set_fails_at_the_choice(odd):
+    name = "layers.4.indexer.selected"
+    taken = odd.trace.taps[name].copy()
+    taken[20, 0] = 30
+    first = odd.first(odd.trace.taps | {name: taken})
+    assert first.tap == name
+    assert "causal" in {check.name for check in first.checks if not check.passed}
+
+
+def thinned(trace, pattern):
+    return {name: tap for name, tap in trace.taps.items() if re.fullmatch(pattern, name)}
+
+
+def test_a_trace_of_layer_inputs_and_outputs_passes_and_localises(bench):
+    taps = thinned(bench.trace, COARSE)
+    rows = list(bench.judge.rows(Trace(bench.trace.metadata, taps)))
+    assert [row.tap for row in rows if not row.passed] == []
+    judged = {row.tap for row in rows}
+    layers = bench.checkpoint.config.text.num_hidden_layers
+    assert {f"layers.{i}.out" for i in range(layers)} | {"logits"} <= judged
+    outs = [row for row in rows if row.tap.endswith(".out")]
+    assert all(row.inputs == (row.tap.replace("out", "in"),) for row in outs if row.tap != "layers.5.out")
+    for layer in (1, layers - 1):
+        name = f"layers.{layer}.out"
+        wrong = taps | {name: (taps[name].astype(np.float64) * 1.02).astype(np.float32)}
+        if layer + 1 < layers:
+            wrong[f"layers.{layer + 1}.in"] = wrong[name]
+        assert bench.first(wrong).tap == name
+
+
+def test_missing_taps_make_steps_coarser(odd):
+    lacking = r"layers\.0\.(attn_hc\..*|attn\.(in|q|g))"
+    taps = {name: tap for name, tap in odd.trace.taps.items() if not re.fullmatch(lacking, name)}
+    steps = {row.tap: row for row in odd.judge.rows(Trace(odd.trace.metadata, taps))}
+    assert steps["layers.0.attn.k"].step == "in -> attn.k"
+    assert steps["layers.0.mid"].inputs == ("layers.0.in", "layers.0.attn.out")
+    assert steps["layers.0.attn.core"].inputs == (
+        "layers.0.in", "layers.0.attn.k", "layers.0.attn.v", "layers.0.attn.beta",
+    )  # fmt: skip
+    assert all(row.passed for row in steps.values())
+
+
+def test_without_the_choices_doubtful_tokens_are_left_out(bench):
+    taps = {k: v for k, v in bench.trace.taps.items() if not k.endswith((".indices", ".selected", ".scores"))}
+    taps = {k: v for k, v in taps.items() if ".router." not in k and ".indexer." not in k}
+    rows = list(bench.judge.rows(Trace(bench.trace.metadata, taps)))
+    assert [row.tap for row in rows if not row.passed] == []
+    routed = [row for row in rows if row.tap.endswith("routed.out")]
+    assert routed
+    assert all(0 < row.compared <= bench.trace.taps[row.tap].size for row in routed)
+
+
+def test_tokens_and_logits_alone_are_judged_as_one_step(odd):
+    taps = thinned(odd.trace, "tokens|logits")
+    assert all(row.passed for row in odd.judge.rows(Trace(odd.trace.metadata, taps)))
+    first = odd.first(taps | {"logits": taps["logits"] * np.float32(1.3)})
+    assert first is None or first.inputs == ("tokens",)
+
+
+def test_the_same_trace_gets_the_same_verdict(odd):
+    again = Rebase(odd.checkpoint, samples=8)
+    names = [name for name in odd.trace.taps if name.startswith(("layers.0", "tokens"))]
+    trace = Trace(odd.trace.metadata, {name: odd.trace.taps[name] for name in names})
+    assert list(again.rows(trace)) == list(odd.judge.rows(trace))
+
+
+def test_memory_and_no_memory_agree(odd):
+    names = [name for name in odd.trace.taps if name.startswith(("layers.4", "tokens"))]
+    taps = {name: odd.trace.taps[name] for name in names}
+    taps["layers.4.attn.latent"] = (taps["layers.4.attn.latent"].astype(np.float64) * 1.01).astype(np.float32)
+    fresh = list(Rebase(odd.checkpoint, samples=8).rows(Trace(odd.trace.metadata, taps)))
+    assert fresh == list(odd.judge.rows(Trace(odd.trace.metadata, taps)))
