@@ -16,6 +16,7 @@ live in a copy that is dropped at the end of the round.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
@@ -84,6 +85,14 @@ class Block:
         self.w = Weights(source, scope)
         self.attn = Dsa(self.ar, self.config, self.w.at("self_attn."), target.options)
         self.ffn = Moe(self.ar, self.config, self.w.at("mlp."), target.options)
+
+    def beside(self, target: TextModel) -> Block:
+        """The same block, with all that was decoded of it, for a copy of the target in another arithmetic."""
+        other = copy(self)
+        other.target, other.ar = target, target.ar
+        other.attn = Dsa(target.ar, self.config, self.attn.w, target.options)
+        other.ffn = Moe(target.ar, self.config, self.ffn.w, target.options)
+        return other
 
     def fresh(self, batch: tuple[int, ...] = ()) -> DsaState:
         """The state before row 0."""

@@ -65,12 +65,12 @@ def nodes(config: TextConfig) -> Iterator[Node]:
         if config.layer_kinds[index] == "kda":
             yield from _kda(index)
         else:
-            yield from _dsa(index, selected if config.indexer(index) == "shared" else "")
+            yield from dsa(index, name, shared=selected if config.indexer(index) == "shared" else "")
             selected = name + "indexer.selected"
         yield _combine(index, "attn", "in", "mid")
         yield _site(index, "ffn", "mid")
         yield _input(index, "ffn", "mid")
-        yield from _moe(index) if config.is_sparse(index) else _dense(index)
+        yield from moe(index, name) if config.is_sparse(index) else _dense(index)
         yield _combine(index, "ffn", "mid", "out")
         source = name + "out"
     yield Node(("final.hidden",), (source,), lambda model, x: (model.final_hidden(x),), None)
@@ -82,11 +82,12 @@ def traits(config: TextConfig, tap: str) -> Traits:
     """How `tap` is judged. Longest contractions are those of the step with every tap present."""
     c = config
     site = c.hc_mult * c.hidden_size
-    leaf = tap.split(".", 2)[2] if tap.startswith("layers.") else tap
+    leaf = tap.split(".", 2)[2] if tap.startswith("layers.") else tap.removeprefix("mtp.")
     wide = max(c.intermediate_size, c.hidden_size)
     table = {
         "embed": Traits(copy=True),
         "in": Traits(copy=True),
+        "z": Traits(2 * c.hidden_size),
         "attn.g": Traits(c.hidden_size, fine=True, slope=_sigmoid(c.gate_lower_bound)),
         "attn.beta": Traits(c.hidden_size, slope=_sigmoid(1.0)),
         "attn.state": Traits(c.linear_head_dim, fine=True, time=False, kinked=True),
@@ -96,6 +97,8 @@ def traits(config: TextConfig, tap: str) -> Traits:
         "router.logits": Traits(c.hidden_size, widen=math.sqrt(c.hidden_size), fine=True),
         "logits": Traits(c.hidden_size, widen=math.sqrt(c.hidden_size)),
     }
+    if tap == "mtp.logits":
+        return Traits(c.hidden_size)  # its step begins at z: bf16 rounding outweighs the sums
     if leaf in table:
         return table[leaf]
     if "_hc." in leaf:
@@ -159,8 +162,26 @@ def _kda(i: int) -> Iterator[Node]:
     yield Node((p + "out",), (p + "core", p + "in"), lambda model, o, x: (model.layers[i].attn.output(o, x),), i)
 
 
-def _dsa(i: int, shared: str) -> Iterator[Node]:
-    a, x = f"layers.{i}.attn.", f"layers.{i}.indexer."
+def followed(sets: np.ndarray, rows: int) -> np.ndarray:
+    """Token sets [.., J, W] of the first J rows -> [.., rows, W + rows - J]: a later row takes the last of them and all
+    rows since, itself included."""
+    *B, J, W = sets.shape
+    if rows == J:
+        return sets
+    out = np.full((*B, rows, W + rows - J), -1, np.int32)
+    out[..., :J, :W] = sets
+    out[..., J:, :W] = sets[..., -1:, :]
+    since = np.arange(J, rows)
+    out[..., J:, W:] = np.where(since <= since[:, None], since, -1)
+    return np.sort(out.view(np.uint32), axis=-1).view(np.int32)
+
+
+def dsa(i: int, p: str, *, shared: str = "", own: int | None = None) -> Iterator[Node]:
+    """The mixer of `model.layers[i]`, whose taps begin with `p`. `shared` names the selection that it takes.
+
+    `own`: only so many rows run the indexer; the others follow the last of them.
+    """
+    a, x, cut = f"{p}attn.", f"{p}indexer.", slice(own)
 
     def pool(model: TextModel, k: np.ndarray, gate: np.ndarray) -> tuple[np.ndarray, ...]:
         whole = k.shape[-2] // model.config.index_kpool * model.config.index_kpool
@@ -177,7 +198,7 @@ def _dsa(i: int, shared: str) -> Iterator[Node]:
         yield Node(
             (x + "q", x + "k", x + "gate", x + "weights"),
             (a + "in", a + "q_resid"),
-            lambda model, x, r: tuple(model.layers[i].attn.index(x, r)),
+            lambda model, x, r: tuple(model.layers[i].attn.index(x[..., cut, :], r[..., cut, :])),
             i,
         )
         yield Node((x + "pool_keys",), (x + "k", x + "gate"), pool, i, mixes=True)
@@ -193,7 +214,7 @@ def _dsa(i: int, shared: str) -> Iterator[Node]:
     yield Node(
         (a + "core",),
         (a + "q_resid", a + "latent", x + "selected"),
-        lambda model, r, c, sets: (model.layers[i].attn.core(r, c, sets),),
+        lambda model, r, c, sets: (model.layers[i].attn.core(r, c, followed(sets, r.shape[-2])),),
         i,
         mixes=True,
     )
@@ -211,8 +232,8 @@ def choice_scores(model: TextModel, i: int, logits: np.ndarray) -> np.ndarray:
     return router.choice_scores(model.ar, router.router_scores(model.ar, logits), bias)
 
 
-def _moe(i: int) -> Iterator[Node]:
-    p = f"layers.{i}."
+def moe(i: int, p: str) -> Iterator[Node]:
+    """The experts of `model.layers[i]`, whose taps begin with `p`."""
 
     def logits(model: TextModel, x: np.ndarray) -> tuple[np.ndarray, ...]:
         return (router.router_logits(model.ar, x, model.layers[i].ffn.w.linear("gate.weight")),)
