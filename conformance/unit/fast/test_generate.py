@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -62,8 +63,8 @@ class Scripted(Generator):
         super().__init__(*args, **kwargs)
         self.truth, self.wrong, self.given = truth, wrong, 1
 
-    def propose(self, count: int) -> tuple[list[int], list[Tensor]]:
-        super().propose(count)
+    def propose(self, count: int, tap: Any = None) -> tuple[list[int], list[Tensor]]:
+        super().propose(count, tap)
         V = self.target.config.text.vocab_size
         drafts = self.truth[self.given : self.given + count]
         drafts = [(token + 1) % V if i in self.wrong else token for i, token in enumerate(drafts)]

@@ -241,4 +241,5 @@ def test_the_verdict_covers_the_block_only_where_it_ran():
     thin = Trace(one.trace.metadata, one.trace.taps | {"mtp.logits": one.trace.taps["mtp.logits"][:9]})
     broken = compare(thin, one.checkpoint, judge=few, stop=True)
     assert not broken.passed
+    assert broken.first_divergence is not None
     assert broken.first_divergence.line.startswith("first divergence: TAP mtp.logits")

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+from typing import Any
 
 import pytest
 
@@ -304,7 +305,7 @@ def test_keys_that_nobody_knows_are_kept_in_sight():
     assert (parsed.text, parsed.vision) == (config.parse(raw()).text, config.parse(raw()).vision)
 
 
-OFF = [
+OFF: list[tuple[str, Any]] = [
     *(("use_sliding_window", False), ("sliding_window", 0), ("final_logit_softcapping", None), ("num_sink_tokens", 0)),
     *(("qk_layernorm", False), ("swiglu_alpha", 1.0), ("gate_fn", "sigmoid"), ("mlp_only_layers", [])),
     *(("moe_router_activation_func", "sigmoid"), ("rope_scaling", None), ("num_experts", 288), ("scale_emb", 1)),

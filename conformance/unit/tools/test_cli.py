@@ -8,7 +8,7 @@ import struct
 
 import numpy as np
 import pytest
-from typer.main import get_command
+from typer.main import get_command, get_group
 
 from conformance.checkpoints.shared import shared
 from conformance.engines import registry
@@ -79,9 +79,9 @@ def test_arguments_that_cannot_be_parsed_are_one_line(arguments, capsys):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_is_there_and_its_help_has_an_example(name, capsys):
     module = importlib.import_module(COMMANDS[name][0])
-    words = [(name,)]
+    words: list[tuple[str, ...]] = [(name,)]
     if hasattr(module, "app"):
-        words += [(name, sub) for sub in get_command(module.app).commands]
+        words += [(name, sub) for sub in get_group(module.app).commands]
     for command in words:
         assert run(*command, "--help") == 0
         assert f"Example: glm53 {name}" in " ".join(capsys.readouterr().out.replace("│", " ").split())

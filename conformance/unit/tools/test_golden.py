@@ -19,7 +19,6 @@ from tools.cli import main
 
 NAMES = (
     "trace-odd-nvidia-exact",
-    "trace-odd-nvidia-bf16",
     "trace-chunked-odd-nvidia-bf16",
     "table-codec",
     "config-refusals",
