@@ -19,7 +19,7 @@ from fast.kernels.driver import Float, Int, Parameters, Pointer, address
 
 ROWS, MOST_CHOICES = 8, 64
 WARPS, TEAM, STAGES, UP, RING, TILES, GROUP, SLOT = 16, 4, 2, 2, 2, 2, 128, 1152
-"""Warps of a block, of them on one tile; ring slots of up and groups in one; ring slots of down and row tiles of a warp;
+"""Warps of a block, of them on one tile; ring slots of up and groups in one; ring slots of down and a warp's row tiles;
 values and bytes of a group (experts.cu)."""
 TABLES = 7168
 """Bytes of static shared memory of a block of up, at most."""
