@@ -66,9 +66,13 @@ def run(
     *,
     judge: Rebase | None = None,
     with_operands: bool = True,
+    stop: bool = False,
     progress: Progress | None = None,
 ) -> Result:
-    """One case through an opened engine, then judged. The trace lies in a temporary file while it is judged."""
+    """One case through an opened engine, then judged. The trace lies in a temporary file while it is judged.
+
+    `stop`: no further than the first step that fails.
+    """
     tokens = case.tokens(ids)
     trace = engine.run(tokens, SCHEDULES[case.name](len(tokens)))
     with tempfile.TemporaryDirectory() as place:
@@ -82,6 +86,7 @@ def run(
             operands=operands_of(engine) if with_operands else None,
             expected_tokens=tokens,
             judge=judge,
+            stop=stop,
             progress=progress,
         )
 

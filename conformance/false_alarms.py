@@ -1,0 +1,182 @@
+"""Correct engines against the judge, many seeds and prompts: how often it cries wolf. It must be never.
+
+    python -m conformance.false_alarms --seeds 20 --json alarms.json
+
+Each run has its own synthetic checkpoint, its own prompt and its own schedule, all following from the seed. Engines are
+those that compute the model correctly by construction: the public torch classes, the fast engine, and the reference
+itself in `stochastic` arithmetic, whose every rounding goes either way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from conformance import checkpoints
+from conformance.cases.runs import SCHEDULES, random_tokens, text_tokens
+from conformance.engines import registry
+from conformance.judge import compare
+from conformance.suite import operands_of
+from reference.checkpoint import open_checkpoint
+
+ENGINES: dict[str, tuple[str, dict[str, object]]] = {
+    "transformers-bf16": ("transformers", {"arithmetic": "bf16"}),
+    "transformers-fp32": ("transformers", {"arithmetic": "fp32"}),
+    "fast-bf16": ("fast", {"arithmetic": "bf16"}),
+    "fast-fp32": ("fast", {"arithmetic": "fp32"}),
+    "reference-stochastic": ("reference", {"arithmetic": "stochastic"}),
+}
+GEOMETRIES = ("tiny", "odd")
+EXPORTS = ("nvidia", "libertai")
+TOKENS = 96
+
+
+@dataclass(frozen=True)
+class Run:
+    """One correct engine on one checkpoint with one prompt."""
+
+    engine: str
+    geometry: str
+    export: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`worst` is the largest statistic / allowed of any check but exact ones, `at` where it was."""
+
+    run: Run
+    alarms: tuple[str, ...]
+    checks: int
+    taps: int
+    tensors: int
+    choices: int
+    flips: int
+    excused: int
+    worst: float
+    at: str
+    seconds: float
+
+
+def prompt(seed: int, vocab: int, count: int) -> np.ndarray:
+    """Text from a place that the seed chooses, and every third time random ids from the whole vocabulary."""
+    if seed % 3 == 2:
+        return random_tokens(seed, vocab, count)
+    text = text_tokens()
+    return np.roll(text, -17 * seed)[:count]
+
+
+def try_once(run: Run, count: int = TOKENS) -> Outcome:
+    """Make the checkpoint, run the engine, judge it with samples of another seed."""
+    start = time.process_time()
+    with tempfile.TemporaryDirectory() as place:
+        directory = Path(place) / f"{run.geometry}-{run.export}-{run.seed}"
+        checkpoints.make(directory, run.export, run.geometry, run.seed)
+        checkpoint = open_checkpoint(directory)
+        name, options = ENGINES[run.engine]
+        engine = registry.create(name)
+        fresh = {"seed": 10_000 + run.seed} if name == "reference" else {}
+        engine.open(directory, **options, **fresh)
+        ids = prompt(run.seed, checkpoint.config.text.vocab_size, count)
+        schedule = list(SCHEDULES.values())[run.seed % len(SCHEDULES)](count)
+        result = compare(
+            engine.run(ids, schedule),
+            checkpoint,
+            operands=operands_of(engine),
+            expected_tokens=ids,
+            seed=run.seed,
+        )
+    ratios = [
+        (check.ratio, f"{row.tap} {check.name}") for row in result.taps if row.kind == "bounded" for check in row.checks
+    ]
+    ratios += [(row.max_diff / row.max_diff_allowed, f"token {row.position}") for row in result.logits]
+    worst, at = max(ratios)
+    alarms = [f"{row.tap}: {row.message}" for row in result.failing_taps()]
+    alarms += [f"{row.name}: {row.message}" for row in result.tensors if not row.passed]
+    alarms += [f"token {row.position}" for row in result.logits if not row.passed]
+    alarms += [problem.message for problem in result.problems if problem.fatal]
+    return Outcome(
+        run=run,
+        alarms=tuple(alarms) if not result.passed else (),
+        checks=result.statistics.checks,
+        taps=result.coverage.taps_compared,
+        tensors=result.coverage.tensors_compared,
+        choices=result.choices,
+        flips=result.flips,
+        excused=result.excused,
+        worst=worst,
+        at=at,
+        seconds=time.process_time() - start,
+    )
+
+
+def runs(engines: Sequence[str], seeds: Sequence[int]) -> list[Run]:
+    return [Run(e, g, x, s) for s in seeds for g in GEOMETRIES for x in EXPORTS for e in engines]
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def outcomes(todo: Sequence[Run], count: int, workers: int) -> Iterator[Outcome]:
+    """As they come, from `workers` processes of their own."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
+        for future in as_completed([pool.submit(try_once, run, count) for run in todo]):
+            yield future.result()
+
+
+def table(found: Sequence[Outcome]) -> str:
+    """One line per engine, geometry and export."""
+    heads = f"{'runs':>5}{'alarms':>8}{'checks':>11}{'flips':>7}{'excused':>9}  worst"
+    lines = [f"{'engine':22}{'geometry':10}{'export':10}" + heads]
+    keys = sorted({(o.run.engine, o.run.geometry, o.run.export) for o in found})
+    for key in keys:
+        group = [o for o in found if (o.run.engine, o.run.geometry, o.run.export) == key]
+        top = max(group, key=lambda o: o.worst)
+        lines.append(
+            f"{key[0]:22}{key[1]:10}{key[2]:10}{len(group):5}{sum(bool(o.alarms) for o in group):8}"
+            f"{sum(o.checks for o in group):11}{sum(o.flips for o in group):7}{sum(o.excused for o in group):9}"
+            f"  {top.worst:.2f} {top.at} (seed {top.run.seed})"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m conformance.false_alarms", description=__doc__)
+    parser.add_argument("--engines", default=",".join(ENGINES), help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--seeds", type=int, default=20, help="how many seeds")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="write every outcome")
+    given = parser.parse_args(argv)
+    names = given.engines.split(",")
+    if unknown := set(names) - set(ENGINES):
+        parser.error(f"unknown engines {sorted(unknown)}")
+    todo = runs(names, range(given.first_seed, given.first_seed + given.seeds))
+    found = []
+    for outcome in outcomes(todo, given.tokens, given.workers):
+        found.append(outcome)
+        for alarm in outcome.alarms:
+            print(f"ALARM {outcome.run}: {alarm}", flush=True)
+        if given.json is not None:
+            given.json.write_text(json.dumps([asdict(o) for o in found]), encoding="utf-8")
+    print(table(found))
+    return 1 if not found or any(o.alarms for o in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
