@@ -15,6 +15,7 @@ import pytest
 from conformance.judge.result import Result
 
 RESULT = "glm53-result"
+NOTE = "glm53-note"
 HERE = Path(__file__).parent
 OWN_RANKS = {"--engine": "fast", "--checkpoint": None, "--device": None, "--tp": 1, "--ep": 1}
 
@@ -31,9 +32,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whoever chooses an engine, a checkpoint, a device or ranks gets `test_conformance` with that choice alone."""
-    chosen = any(config.getoption(option) != default for option, default in OWN_RANKS.items())
-    return True if collection_path.name == "test_ranks.py" and collection_path.parent == HERE and chosen else None
+    """Whoever chooses an engine, a checkpoint, a device or ranks gets `test_conformance` with that choice alone.
+
+    Tests of two GPUs are left out where there are fewer.
+    """
+    if collection_path == HERE / "test_ranks.py":
+        return any(config.getoption(option) != default for option, default in OWN_RANKS.items()) or None
+    if collection_path == HERE / "test_two_gpus.py":
+        import torch
+
+        return torch.cuda.device_count() < 2 or None
+    return None
 
 
 @pytest.fixture(scope="session")
@@ -58,11 +67,14 @@ class Collected:
 
     def __init__(self) -> None:
         self.results: dict[str, str] = {}
+        self.notes: list[str] = []
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         for name, value in report.user_properties:
             if name == RESULT:
                 self.results[report.nodeid] = value
+            elif name == NOTE:
+                self.notes.append(value)
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
         results = [Result.from_json(text) for _, text in sorted(self.results.items())]
@@ -78,6 +90,8 @@ class Collected:
             )
             if result.first_divergence is not None:
                 terminalreporter.write_line(result.first_divergence.line)
+        for note in self.notes:
+            terminalreporter.write_line(note)
         path = config.getoption("--report")
         if path is not None:
             from conformance.report import html, machine

@@ -43,6 +43,10 @@ class NotLaunchedError(InputError):
     """Several ranks were asked for in a process that no launcher started, or with another number of processes."""
 
 
+class DeviceCountError(InputError):
+    """A host has fewer GPUs than ranks."""
+
+
 class RankMismatchError(InputError):
     """Ranks differ in what they must have in common."""
 
@@ -59,7 +63,7 @@ class Ranks:
     """This process as one rank of `tp` x `ep`; a `fast.layers.Communicator`.
 
     `check` compares on every call what the ranks chose (selected tokens, experts). `timeout` is in seconds. Raises
-    NotLaunchedError, and what `Mesh` raises.
+    NotLaunchedError, DeviceCountError, RankMismatchError, and what `Mesh` raises.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class Ranks:
                 f"tp {tp}, ep {ep} need {Mesh(tp, ep).world} processes, the launcher started {world}"
             )
         self.mesh = Mesh(tp, ep, rank, vocab)
+        if device == "cuda":
+            count_devices(_from_launcher("LOCAL_WORLD_SIZE"))
         self.device = torch.device("cuda", _from_launcher("LOCAL_RANK")) if device == "cuda" else torch.device(device)
         self.timeout, self.check = timeout, check
         limit = datetime.timedelta(seconds=timeout)
@@ -175,6 +181,13 @@ class Ranks:
             raise RankLostError(
                 f"rank {self.mesh.rank}: another rank is gone or silent for {self.timeout:g} s at {site} ({first})"
             ) from e
+
+
+def count_devices(ranks: int) -> None:
+    """Raises DeviceCountError unless this host has a GPU for each of its ranks."""
+    found = torch.cuda.device_count()
+    if found < ranks:
+        raise DeviceCountError(f"device cuda: {ranks} ranks on a host with {found} GPUs, expected one for each")
 
 
 def _difference(what: str, first: Any, other: Any, rank: int) -> str:

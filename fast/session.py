@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fast import config, layout
+from fast.distributed import count_devices
 from fast.errors import InputError
 from fast.loader import void
 from fast.sharding import check
@@ -157,8 +158,10 @@ def launch(job: Job) -> list[dict[str, Tensor]]:
 
 
 def refuse(job: Job) -> None:
-    """Raises for a mesh or a checkpoint that every rank would refuse, from config and headers alone."""
+    """Raises for a mesh, a checkpoint or a device that every rank would refuse, from config and headers alone."""
     mesh, found = job.mesh, config.load(job.directory)
+    if job.device == "cuda":
+        count_devices(mesh.world)
     opened = open_directory(job.directory, lambda name: void(layout.find(found, name)))
     try:
         check(layout.match(found, opened.tensors), mesh, found.text.n_routed_experts)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from conformance.unit.fast.runs import tokens
 from conformance.unit.fast.together import on_hosts
+from fast.distributed import DeviceCountError
 from fast.errors import IndivisibleError, MeshError, MissingFileError
 from fast.session import RunFailedError, Session, explain
 from fast.worker import Job, JobError, read
@@ -84,6 +85,13 @@ def test_what_does_not_divide_starts_no_process(checkpoint, monkeypatch, geometr
     monkeypatch.setattr("subprocess.Popen", None)
     with pytest.raises(error, match=words):
         Session(Job(str(checkpoint(geometry, "nvidia")), [], "", tp=tp, ep=ep))
+
+
+def test_more_ranks_than_gpus_start_no_process(checkpoint, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(DeviceCountError, match="device cuda: 2 ranks on a host with 1 GPUs, expected one for each"):
+        Session(Job(str(checkpoint("tiny", "nvidia")), [], "", ep=2, device="cuda"))
 
 
 def test_a_directory_that_is_none_starts_no_process(tmp_path, monkeypatch):
