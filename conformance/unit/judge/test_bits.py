@@ -121,7 +121,9 @@ def test_every_weight_of_the_text_stack_is_asked_for(checkpoint):
     assert rows == []
     assert asked == bits.weights(checkpoint)
     assert "lm_head.weight" in asked
-    assert not any("_scale" in name or "visual" in name or ".layers.9." in name for name in asked)
+    assert any(name.endswith(".hc_attn_scale") for name in asked)
+    parts = (".weight_scale", ".weight_scale_2", ".input_scale")
+    assert not any(name.endswith(parts) or "visual" in name or ".layers.9." in name for name in asked)
     per_layer = {name.split(".")[3] for name in asked if ".layers." in name}
     assert per_layer == {str(i) for i in range(checkpoint.config.text.num_hidden_layers)}
 
