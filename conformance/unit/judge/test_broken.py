@@ -36,6 +36,7 @@ def test_layer_and_tap_are_named(engine, bench):
     ids = suite.prompt(checkpoint)
     result = suite.run(runner, checkpoint, ids, CASE, judge=judge, with_operands=False, stop=True)
     assert not result.passed
+    assert result.first_divergence is not None
     assert result.first_divergence.tap == f"layers.{engine.layer}.{engine.tap}"
     assert result.first_divergence.layer == engine.layer
     assert result.first_divergence.line.startswith(f"first divergence: TAP layers.{engine.layer}.{engine.tap} (")

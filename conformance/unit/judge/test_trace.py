@@ -208,7 +208,7 @@ def test_overlapping_taps_are_refused(tmp_path):
     [
         (b"{ ", "not JSON"),
         (b"[]", "is a list"),
-        (b'{"a":1,"a":2}', "holds a twice"),
+        (b'{"a":1,"a":2}', "is there twice"),
         (b"\xff\xfe{}", "not JSON"),
         (b"{", "header of 1 bytes"),
     ],
