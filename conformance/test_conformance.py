@@ -9,10 +9,15 @@ import pytest
 
 from conformance import suite
 from conformance.cases.runs import DECODED, text_tokens
+from conformance.checkpoints import geometry
 from conformance.conftest import RESULT
 from conformance.engines import registry
 from conformance.judge import Rebase
+from reference import layout
 from reference.checkpoint import open_checkpoint
+from reference.config import parse
+from reference.errors import DivisionError
+from reference.sharding import Mesh, plan
 
 GEOMETRIES = ("tiny", "odd")
 EXPORTS = ("nvidia", "libertai")
@@ -28,8 +33,23 @@ def pytest_generate_tests(metafunc):
         places = [pytest.param(("given", ""), id=option("--checkpoint").name)]
     else:
         exports = [option("--export")] if option("--export") else EXPORTS
-        places = [pytest.param((g, e), id=f"{g}-{e}-seed0") for g in GEOMETRIES for e in exports]
+        mesh = option("--tp"), option("--ep")
+        places = [
+            pytest.param((g, e), id=f"{g}-{e}-seed0") for g in GEOMETRIES for e in exports if divides(g, e, *mesh)
+        ]
+        assert places, f"no synthetic checkpoint divides among tp {mesh[0]}, ep {mesh[1]}"
     metafunc.parametrize("place", places)
+
+
+def divides(name, export, tp, ep):
+    """Whether a synthetic model can be sharded so; what cannot is refused, which tests of the plans show."""
+    shape = geometry(name)
+    config = parse(shape.config)
+    try:
+        plan(layout.tensors(config, export, shape.gate_rank), config.text, Mesh(tp, ep))
+    except DivisionError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("case", suite.CASES, ids=lambda case: case.name)
