@@ -80,14 +80,15 @@ def sometimes_right(probability: float, seed: int, vocab: int) -> Script:
     return script
 
 
+def wrong_at(place: int, vocab: int) -> Script:
+    """The draft at `place` is wrong in every round; none where a round has no such place."""
+    return lambda truth, number: [(t + 1) % vocab if at == place else t for at, t in enumerate(truth)]
+
+
 def wrong_in_turn(vocab: int) -> Script:
     """Round r has a wrong draft at position r mod (K + 1), and none where that is K."""
 
-    def script(truth: Sequence[int], number: int) -> list[int]:
-        place = number % (len(truth) + 1)
-        return [(token + 1) % vocab if at == place else token for at, token in enumerate(truth)]
-
-    return script
+    return lambda truth, number: wrong_at(number % (len(truth) + 1), vocab)(truth, number)
 
 
 class Runner(Protocol):
@@ -116,6 +117,12 @@ class FastRunner:
     def drafted(self, prompt: Sequence[int], truth: Sequence[int], K: int, script: Script | None) -> Outcome:
         generator = Scripted(truth, script, self.model, mtp=self.block, drafts=K)
         tokens = list(generator.tokens(prompt, len(truth)))
+        return Outcome(tokens, self._states(), tuple(generator.rounds))
+
+    def once(self, prompt: Sequence[int], truth: Sequence[int], K: int, script: Script | None) -> Outcome:
+        """The prompt and one round of K drafts; `truth` is K + 1 tokens or more."""
+        generator = Scripted(truth, script, self.model, mtp=self.block, drafts=K)
+        tokens = [generator.prefill(prompt), *generator.round(K + 1)]
         return Outcome(tokens, self._states(), tuple(generator.rounds))
 
     def _states(self) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ taps have names of their own: `encode.scale`, `decode`, `refuse.nan`, `config.hc
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -22,6 +23,7 @@ from conformance.engines.fast import FastEngine
 from conformance.engines.threads import ThreadedEngine
 from conformance.judge import Rebase, compare
 from conformance.mutants.record import Mutant, Patch
+from conformance.speculation import Outcome, fast_runner, wrong_at, wrong_in_turn
 from conformance.suite import operands_of
 from conformance.trace import Schedule, Trace
 from reference import config as reference_config
@@ -293,4 +295,42 @@ def config_answers(raws: dict[str, dict[str, Any]], parse: Callable[[Any], Any])
                 yield f"refuse.{name}.{geometry}", True
 
 
-PROBES: dict[str, Callable[[Mutant, Bench], Verdict]] = {"trace": trace, "codec": codec, "config": config}
+DRAFTS, PROMPT, NEW = 4, 30, 24
+"""Drafts a round, and tokens: the prompt ends inside a pool of either geometry."""
+
+
+def drafts(mutant: Mutant, bench: Bench) -> Verdict:
+    """One round each with the first wrong draft at every place, and a longer run, against plain decoding: the tokens,
+    then every state of target and block by name.
+    """
+    prompt = text_tokens()[:PROMPT].tolist()
+    sound = _plain(bench.directory)
+    truth = sound(NEW).tokens
+    with mutant.patch.applied():
+        faulty = fast_runner(bench.directory)
+        vocab = faulty.vocab
+        scripts = [None, *(wrong_at(place, vocab) for place in range(DRAFTS + 1))]
+        found = [faulty.once(prompt, truth, DRAFTS, script) for script in scripts]
+        found.append(faulty.drafted(prompt, truth, DRAFTS, wrong_in_turn(vocab)))
+    for outcome in found:
+        count = len(truth) if len(outcome.rounds) > 1 else 2 + outcome.rounds[0].right
+        expected = sound(count)
+        first = ["tokens"] if outcome.tokens != expected.tokens else expected.same_states(outcome)
+        if first:
+            return Verdict(False, True, first[0], "", f"{first[0]} differs from plain decoding of {count} tokens")
+    return Verdict(True, False)
+
+
+@functools.cache
+def _plain(directory: Path) -> Callable[[int], Outcome]:
+    """count -> plain decoding by the sound engine."""
+    runner, prompt = fast_runner(directory), text_tokens()[:PROMPT].tolist()
+    return functools.cache(lambda count: runner.plain(prompt, count))
+
+
+PROBES: dict[str, Callable[[Mutant, Bench], Verdict]] = {
+    "trace": trace,
+    "codec": codec,
+    "config": config,
+    "drafts": drafts,
+}
