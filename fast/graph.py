@@ -224,13 +224,10 @@ class DecodeStep:
         yield self._products("router, shared up", b.y, products, **options)
         matrix = experts.packed_bytes(bank.width, bank.hidden)
         yield Part(
-            "experts up", lambda pdl: experts.up(b.y, b.plan, bank, b.routed, limit, pdl=pdl), per_expert=2 * matrix
-        )
-        yield Part(
-            "experts down",
-            lambda pdl: experts.down(b.routed, b.plan, bank, b.o, (b.shared, down), early=True, pdl=pdl),
+            "experts",
+            lambda pdl: experts.routed(b.y, b.plan, bank, b.routed, b.o, limit, (b.shared, down), early=True, pdl=pdl),
             down.nbytes,
-            per_expert=matrix,
+            per_expert=3 * matrix,
         )
 
     def _dense(self, block: tuple[Tensor, Tensor, Tensor], side: mhc.SinkhornStruct) -> Iterator[Part]:
@@ -245,8 +242,7 @@ class DecodeStep:
         plan, h = experts.new_plan(self.device), b.dense.view(R, 1, -1)
         experts.make_plan(self._new(R, 1, dtype=torch.int32), torch.ones(R, 1, device=self.device), bank, plan)
         matrix = experts.packed_bytes(bank.width, bank.hidden)
-        yield Part("dense up", lambda pdl: experts.up(b.y, plan, bank, h, limit, pdl=pdl), 2 * matrix)
-        yield Part("dense down", lambda pdl: experts.down(h, plan, bank, b.o, early=True, pdl=pdl), matrix)
+        yield Part("dense", lambda pdl: experts.routed(b.y, plan, bank, h, b.o, limit, pdl=pdl), 3 * matrix)
 
     def _state(self, layer: Layer) -> KdaState | indexer.Cache:
         text, S, new = self.model.text, self.sequences, self._new

@@ -58,6 +58,12 @@ DEVICE int load_i32(const int *p) {
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(p));
     return v;
 }
+DEVICE u32 load_acquire(const u32 *p) {
+    u32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 DEVICE u16 load_u16(const void *p) {
     u16 v;
     asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(p));

@@ -2,7 +2,7 @@
 
 R rows, k experts a row, D hidden, I expert width, F shared width. Weights are reached through address tables, so the
 experts may lie anywhere; code and scale bytes are used as the checkpoint holds them. A plan lists the distinct experts
-of all rows; it is made behind the router (gemv.py) or by `plan`, and both kernels read it.
+of all rows; it is made behind the router (gemv.py) or by `make_plan`, and the products read it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from fast.kernels.compile import Variant
 from fast.kernels.driver import Float, Int, Parameters, Pointer, address
 
 ROWS, MOST_CHOICES = 8, 64
-WARPS, TEAM, STAGES, UP, RING, TILES, GROUP, SLOT = 16, 4, 2, 2, 2, 2, 128, 1152
-"""Warps of a block, of them on one tile; ring slots of up and groups in one; ring slots of down and a warp's row tiles;
-values and bytes of a group (experts.cu)."""
-TABLES = 7168
-"""Bytes of static shared memory of a block of up, at most."""
+WARPS, TEAM, SLOT, SPAN, BLOCK_ROWS = 16, 4, 2304, 1024, 32
+"""Warps of a block, of them on a tile of up; bytes of a ring slot; values of K that a team takes at a time; rows of a
+block of down (experts.cu)."""
+TABLES = 8704
+"""Bytes of static shared memory of a block, at most."""
+UP, DOWN, BOTH = 1, 2, 3
+REHEARSE = True
 
 PLAN_BYTES = 16 + 64 * (6 * 8 + 3 * 4 + 8 * 4 + 8)
 """sizeof(Plan), plan.cuh."""
@@ -37,8 +39,8 @@ class PlannerStruct(Parameters):
 
 class _Experts(Parameters):
     _fields_ = (
-        *((name, Pointer) for name in ("plan", "x", "shared_x", "shared_w", "out")),
-        *((name, Int) for name in ("rows", "top_k", "k", "n", "shared_k", "early")),
+        *((name, Pointer) for name in ("plan", "x", "h", "shared_x", "shared_w", "out", "barrier")),
+        *((name, Int) for name in ("rows", "top_k", "hidden", "width", "shared_k", "phases", "early", "rehearse")),
         ("limit", Float),
     )
 
@@ -107,70 +109,77 @@ def planner(ids: Tensor, weights: Tensor, bank: Bank, plan: Tensor) -> PlannerSt
 def make_plan(ids: Tensor, weights: Tensor, bank: Bank, plan: Tensor, *, pdl: bool = False) -> None:
     """Fill `plan`; experts of other ranks are left out."""
     p = planner(ids, weights, bank, plan)
-    driver.kernel(variant(exact=False), "experts_plan", ids.device.index)((1, 1, 1), 64, p, pdl=pdl)
+    device = ids.device.index
+    which = variant(roomy=driver.roomy(device), exact=False)
+    driver.kernel(which, "experts_plan", device)((1, 1, 1), 64, p, pdl=pdl)
 
 
-def variant(*, exact: bool, roomy: bool = True, hidden: int = 0, width: int = 0) -> Variant:
-    """`exact`: the shapes fill their tiles; `hidden`, `width`: contraction widths known to the compiler, or 0."""
-    up = UP if roomy else UP // 2
-    return Variant("experts", (("EXACT", int(exact)), ("UP", up), ("K_UP", hidden), ("K_DOWN", width)))
+def stages(*, roomy: bool) -> int:
+    """Ring slots of a warp."""
+    return 2 if roomy else 1
 
 
-def _variant(exact: bool, bank: Bank, device: int) -> Variant:
-    known = exact and (bank.hidden, bank.width) == (4096, 2048)
-    hidden, width = (bank.hidden, bank.width) if known else (0, 0)
-    return variant(exact=exact, roomy=driver.roomy(device), hidden=hidden, width=width)
+def variant(*, roomy: bool, exact: bool, hidden: int = 0, width: int = 0) -> Variant:
+    """`exact`: the shapes fill their tiles; `hidden`, `width`: known to the compiler, or 0."""
+    shape = ("STAGES", stages(roomy=roomy)), ("EXACT", int(exact))
+    return Variant("experts", (*shape, ("HIDDEN", hidden), ("WIDTH", width)))
 
 
-def _up_shared(R: int, hidden: int, roomy: bool) -> tuple[int, int]:
-    """(Bytes of dynamic shared memory of a block of up, values of K that its ring takes at a time)."""
-    up = UP if roomy else UP // 2
-    span = TEAM * up * GROUP
-    return WARPS * STAGES * up * SLOT + 2 * WARPS * 128 * 4 + R * 2 * -(-hidden // span) * span, span
+def _shared(R: int, hidden: int, device: int) -> int:
+    """Bytes of dynamic shared memory of a block: ring, partial sums, x.
 
-
-def up(x: Tensor, plan: Tensor, bank: Bank, out: Tensor, limit: float, *, pdl: bool = False) -> None:
-    """x [R, D] bf16 -> out [R, k, I] bf16 = swiglu(gate_e x, up_e x); places of other ranks' experts are left alone."""
-    (R, k, width), D, device = out.shape, x.shape[1], x.device.index
-    _check(x, out, plan, R)
-    assert x.shape == (R, bank.hidden), (tuple(x.shape), R, bank.hidden)
-    assert bank.width == width, (width, bank.width)
-    shared, span = _up_shared(R, D, driver.roomy(device))
-    assert shared + TABLES <= driver.shared_limit(device), (R, D, shared)
-    tiles = -(-width // 8) * min(R * k, bank.pointers.shape[2])
-    blocks = min(-(-tiles // (WARPS // TEAM)), driver.processors(device))
-    p = _Experts(plan=address(plan), x=address(x), out=address(out), rows=R, top_k=k, k=D, n=width, limit=limit)
-    exact = D % span == 0 and width % 8 == 0
-    kernel = driver.kernel(_variant(exact, bank, device), "experts_up", device)
-    kernel((blocks, 1, 1), WARPS * 32, p, shared=shared, pdl=pdl)
+    More than half of what there is: two blocks of consecutive launches never share a multiprocessor, which would leave
+    others idle.
+    """
+    rows = R * 2 * -(-hidden // SPAN) * SPAN
+    needed = WARPS * (stages(roomy=driver.roomy(device)) * SLOT + 1024) + rows
+    return max(needed, driver.shared_limit(device) // 2)
 
 
 def rows_at_once(device: int, hidden: int) -> int:
-    """Rows whose inputs fit into the shared memory of a block of `up`."""
-    roomy, limit = driver.roomy(device), driver.shared_limit(device) - TABLES
-    return max(R for R in range(ROWS + 1) if _up_shared(R, hidden, roomy)[0] <= limit)
+    """Rows whose inputs fit into the shared memory of a block."""
+    limit = driver.shared_limit(device) - TABLES
+    return max(R for R in range(ROWS + 1) if _shared(R, hidden, device) <= limit)
 
 
-def down(
-    h: Tensor,
+def routed(
+    x: Tensor,
     plan: Tensor,
     bank: Bank,
+    h: Tensor,
     out: Tensor,
+    limit: float,
     shared: tuple[Tensor, Tensor] | None = None,
     *,
+    phases: int = BOTH,
     early: bool = False,
     pdl: bool = False,
 ) -> None:
-    """h [R, k, I] bf16 -> out [R, D] bf16 = sum over the row's experts, ascending, of weight * down_e h, plus
-    shared[1] [D, F] times shared[0] [R, F] (both bf16): fp32 throughout, one rounding. `early`: the launch in front is
-    `up` of the same plan."""
-    (R, k, width), D, device = h.shape, bank.hidden, h.device.index
-    _check(h, out, plan, R)
+    """x [R, D] bf16 -> h [R, k, I] bf16 = swiglu(gate_e x, up_e x) -> out [R, D] bf16 = sum over the row's experts,
+    ascending, of weight * down_e h, plus shared[1] [D, F] times shared[0] [R, F] (both bf16): fp32, one rounding.
+
+    Places of h that belong to other ranks' experts are left alone. `phases`: both, or only h (UP), or only out (DOWN).
+    `early`: the launch in front is the router's (gemv.project), and x is older.
+    """
+    (R, k, width), D, device = h.shape, bank.hidden, x.device.index
+    assert x.dtype == h.dtype == out.dtype == torch.bfloat16, (x.dtype, h.dtype, out.dtype)
+    assert x.shape == out.shape == (R, D), (tuple(x.shape), tuple(out.shape), R, D)
     assert bank.width == width, (width, bank.width)
-    assert out.shape == (R, D), (tuple(out.shape), R, D)
-    p = _Experts(plan=address(plan), x=address(h), out=address(out), rows=R, top_k=k, k=width, n=D)
-    p.early = int(early)
-    exact = D % (16 * TILES) == 0 and width % (WARPS * GROUP) == 0
+    assert 0 < R <= ROWS, R
+    assert plan.numel() == PLAN_BYTES, plan.shape
+    for tensor in (x, h, out):
+        assert tensor.is_contiguous(), tensor.stride()
+    p = _Experts(plan=address(plan), x=address(x), h=address(h), out=address(out), rows=R, top_k=k)
+    p.hidden, p.width, p.limit, p.phases, p.early, p.rehearse = (
+        D,
+        width,
+        limit,
+        phases,
+        int(early),
+        int(pdl and REHEARSE),
+    )
+    p.barrier = driver.scratch(device)[2:].data_ptr()
+    exact = D % SPAN == 0 and width % (WARPS * 128) == 0
     if shared is not None:
         (y, w), F = shared, shared[0].shape[1]
         assert (y.shape, w.shape) == ((R, F), (D, F)), (tuple(y.shape), tuple(w.shape), R, D)
@@ -178,14 +187,11 @@ def down(
         assert w.is_contiguous(), w.stride()
         p.shared_x, p.shared_w, p.shared_k = address(y), address(w), F
         exact = exact and F % (WARPS * 32) == 0
-    kernel = driver.kernel(_variant(exact, bank, device), "experts_down", device)
-    shared_bytes = WARPS * TILES * (RING * SLOT + 128 * 4)
-    kernel((-(-D // (16 * TILES)), 1, 1), WARPS * 32, p, shared=shared_bytes, pdl=pdl)
-
-
-def _check(x: Tensor, out: Tensor, plan: Tensor, R: int) -> None:
-    assert x.dtype == out.dtype == torch.bfloat16, (x.dtype, out.dtype)
-    assert x.is_contiguous(), x.stride()
-    assert out.is_contiguous(), out.stride()
-    assert plan.numel() == PLAN_BYTES, plan.shape
-    assert 0 < R <= ROWS, R
+    known = exact and (D, width) == (4096, 2048)
+    which = variant(roomy=driver.roomy(device), exact=exact, hidden=D if known else 0, width=width if known else 0)
+    tiles = -(-width // 8) * min(R * k, bank.pointers.shape[2])
+    blocks = max(-(-tiles // (WARPS // TEAM)) if phases & UP else 1, -(-D // BLOCK_ROWS) if phases & DOWN else 1)
+    memory = _shared(R, D, device)
+    assert memory + TABLES <= driver.shared_limit(device), (R, D, memory)
+    kernel = driver.kernel(which, "experts", device)
+    kernel((min(blocks, driver.processors(device)), 1, 1), WARPS * 32, p, shared=memory, pdl=pdl)

@@ -6,7 +6,7 @@
 // number of rows (row invariance). Accumulation fp32, one rounding at the store.
 //
 // Weights do not depend on earlier kernels: the ring is filled, and the code of the epilogue run once for nothing so that
-// it is in the instruction cache, before the wait for the predecessor.
+// it is in the instruction cache, before the wait for the predecessor. With `rehearse` so is that of the block beside.
 #ifndef ROUTER
 #define ROUTER 0  // not 0: the launch holds router logits and ends in the choice among up to 32 * ROUTER experts
 #endif
@@ -56,9 +56,9 @@ struct Gemv {
     float *best;             // argmax candidates [blocks, 8] values, then [blocks, 8] indices
     int *token, *position;   // argmax result [R]; positions [R] to advance, or null
     u32 *counter;            // argmax: blocks finished
-    Sinkhorn side;           // this, the expert choice and its plan are done by one more block than the tiles need
+    Sinkhorn side;           // this, the expert choice and its plan are done by one block `beside` those of the tiles
     const float *router_logits;  // [R, experts]
-    int matrices, tiles, blocks, rows, k, ldx, router_tiles;
+    int matrices, tiles, blocks, rows, k, ldx, router_tiles, beside, rehearse;
     float eps, limit;
 };
 
@@ -72,7 +72,7 @@ DEVICE int matrix_of(const Gemv &p, int tile) {
     return m;
 }
 DEVICE void locate(const Gemv &p, Cursor &c, int warp, int g, int t) {
-    const int tile = blockIdx.x + (c.base + c.inner) * p.blocks;
+    const int tile = blockIdx.x - p.beside + (c.base + c.inner) * p.blocks;
     const Matrix &q = p.matrix[matrix_of(p, tile)];
     const int i = tile - q.tile0, a = q.w2 ? 8 * i + g : 16 * i + g, b = q.w2 ? a : a + 8;
     const long long stride = 2ll * p.k, at = ((c.segment * WARPS + warp) * CW) * 64 + t * 16;
@@ -127,7 +127,7 @@ DEVICE void normalise_x(const Gemv &p, int warp, int g, int t, u32 (&x)[CW][4], 
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) gemv(const __grid_constant__ Gemv p) {
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gemv(const __grid_constant__ Gemv p) {
     extern __shared__ __align__(128) u8 memory[];
     float *const partial = (float *)(memory + WARPS * SLOTS * 1024);  // [2][WARPS][16][8]
 #if ARGMAX
@@ -137,25 +137,36 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) gemv(const __grid_co
     __shared__ PlanScratch scratch;
 #endif
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    if ((int)blockIdx.x == p.blocks) {  // the block beside the tiles
-        pdl_launch();
-        pdl_wait();
-        if ((int)threadIdx.x < p.side.rows) sinkhorn(p.side, threadIdx.x);
+    const int self = (int)blockIdx.x - p.beside;  // among the blocks that have tiles
+    if (self < 0) {  // the block beside them, the first to start
+        if (!ROUTER) pdl_launch();
+#pragma unroll 1
+        for (int pass = p.rehearse ? 0 : 1; pass < 2; ++pass) {
+            const bool live = pass;
+            if (live) pdl_wait();
+            if (ROUTER && live) pdl_launch();
+            if (warp == WARPS - 1 && lane < p.side.rows) sinkhorn(p.side, lane, live);  // while the others wait for logits
 #if ROUTER
-        if (threadIdx.x == 0) {  // the router's tiles come first and are all being worked on
-            while (atomicAdd(p.router.counter, 0u) != (u32)p.router_tiles) __nanosleep(100);
-            *p.router.counter = 0;
-            __threadfence();
-        }
-        __syncthreads();
-        if (warp < p.rows) router_select(p.router, p.router_logits + (long long)warp * p.router.experts, lane, warp);
-        __syncthreads();
-        if (p.planner.address && threadIdx.x < 64) make_plan(p.planner, scratch, threadIdx.x, [] { named_barrier(2, 64); });
+            if (live && threadIdx.x == 0) {  // the router's tiles come first and are all being worked on
+                while (load_acquire(p.router.counter) != (u32)p.router_tiles) __nanosleep(20);
+                *p.router.counter = 0;
+            }
+            __syncthreads();
+            const int top_k = p.router.top_k;
+            if (warp < p.rows) {
+                const float *const logits = p.router_logits + (long long)warp * p.router.experts;
+                router_select(p.router, logits, lane, scratch.ids + warp * top_k, scratch.weights + warp * top_k);
+            }
+            __syncthreads();
+            if (live && (int)threadIdx.x < p.rows * top_k)
+                p.router.ids[threadIdx.x] = scratch.ids[threadIdx.x], p.router.weights[threadIdx.x] = scratch.weights[threadIdx.x];
+            if (p.planner.address && threadIdx.x < 64) make_plan(p.planner, scratch, threadIdx.x, live, [] { named_barrier(2, 64); });
 #endif
+        }
         return;
     }
     const u32 ring = shared_address(memory) + warp * SLOTS * 1024 + lane * 16;
-    const int mine = (p.tiles - 1 - (int)blockIdx.x) / p.blocks + 1;
+    const int mine = (p.tiles - 1 - self) / p.blocks + 1;
 
     Cursor cursor = {};
     bool more = true;
@@ -179,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) gemv(const __grid_co
             if (more) more = advance(p, cursor, mine, warp, g, t);
         }
     }
-    pdl_launch();
+    if (!ROUTER) pdl_launch();
 
     u32 x[CW][4], block = ring;  // block: slots of the chunks being multiplied
     float best = -INFINITY;
@@ -188,6 +199,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) gemv(const __grid_co
     for (int first = -GROUP; first < mine; first += GROUP) {
         if (first == 0) {
             pdl_wait();
+            if (ROUTER) pdl_launch();  // behind the wait: experts_up may then read x before its own
             load_x(p, 0, warp, g, t, x);
             if (NORM && SEGMENTS == 1) normalise_x(p, warp, g, t, x, partial);
         }
@@ -226,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) gemv(const __grid_co
             __syncthreads();
             if (threadIdx.x >= 128) continue;
             const int r = threadIdx.x >> 3, column = threadIdx.x & 7;  // weight row of the tile, input row
-            const int tile = live ? blockIdx.x + (first + i) * p.blocks : blockIdx.x;
+            const int tile = live ? self + (first + i) * p.blocks : self;
             const Matrix &q = p.matrix[matrix_of(p, tile)];
             const bool pair = q.kind == OUT_SWIGLU;
             const int n = (tile - q.tile0) * (pair ? 8 : 16) + r;
@@ -248,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) gemv(const __grid_co
             }
 #if ROUTER
             if (live && q.kind == OUT_ROUTER) {
-                __threadfence();
+                fence();
                 named_barrier(1, 128);
                 if (threadIdx.x == 0) atomicAdd(p.router.counter, 1u);
             }
@@ -269,15 +281,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) gemv(const __grid_co
                 const int n = index[r * 8 + threadIdx.x];
                 if (v > best || (v == best && n < best_index) || r == 0) best = v, best_index = n;
             }
-            p.best[blockIdx.x * 8 + threadIdx.x] = best;
-            ((int *)p.best)[(p.blocks + blockIdx.x) * 8 + threadIdx.x] = best_index;
-            __threadfence();
+            p.best[self * 8 + threadIdx.x] = best;
+            ((int *)p.best)[(p.blocks + self) * 8 + threadIdx.x] = best_index;
+            fence();
         }
         __syncthreads();
         if (threadIdx.x == 0) is_last = atomicAdd(p.counter, 1u) == (u32)p.blocks - 1;
         __syncthreads();
         if (is_last) {
-            __threadfence();
+            fence();
             if (warp < p.rows) {
                 best = -INFINITY, best_index = 0x7fffffff;
                 for (int b = lane; b < p.blocks; b += 32) {

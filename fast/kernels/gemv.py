@@ -44,7 +44,10 @@ class _Gemv(Parameters):
         *((name, Pointer) for name in ("x", "norm", "best", "token", "position", "counter")),
         ("side", SinkhornStruct),
         ("router_logits", Pointer),
-        *((name, Int) for name in ("matrices", "tiles", "blocks", "rows", "k", "ldx", "router_tiles")),
+        *(
+            (name, Int)
+            for name in ("matrices", "tiles", "blocks", "rows", "k", "ldx", "router_tiles", "beside", "rehearse")
+        ),
         ("eps", Float),
         ("limit", Float),
     )
@@ -137,6 +140,7 @@ def project(
     (R, K), device = x.shape, x.device.index
     assert 0 < len(products) <= MATRICES, len(products)
     p = _Gemv(x=address(x), norm=address(norm), rows=R, k=K, ldx=x.stride(0), eps=eps, limit=limit)
+    p.rehearse = int(pdl)
     counters, tiles = driver.scratch(device), 0
     for i, q in enumerate(products):
         N, kind = q.weight.shape[0], KINDS.index(q.kind)
@@ -159,7 +163,7 @@ def project(
     p.matrices, p.tiles = len(products), tiles
     assert (router is not None) == (p.router_tiles > 0)
     beside = side is not None or router is not None
-    p.blocks = min(tiles, driver.processors(device) - beside)
+    p.blocks, p.beside = min(tiles, driver.processors(device) - beside), int(beside)
     if planner is not None:
         assert router is not None
         p.planner = planner

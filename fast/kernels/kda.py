@@ -20,7 +20,7 @@ class _Kda(Parameters):
     _fields_ = (
         *((name, Pointer) for name in ("q", "k", "v", "f", "g", "beta", "f_b", "g_b", "q_conv", "k_conv", "v_conv")),
         *((name, Pointer) for name in ("a_log", "dt_bias", "o_norm", "q_past", "k_past", "v_past", "state", "out")),
-        *((name, Long) for name in ("past_sequence", "past_channel", "past_time")),
+        *((name, Long) for name in ("past_sequence", "past_time")),
         *((name, Int) for name in ("heads", "sequences", "tokens", "ld", "ld_f", "ld_g", "ld_beta", "rehearse")),
         ("lower", Float),
         ("eps", Float),
@@ -46,8 +46,14 @@ def supported(head_width: int, taps: int) -> bool:
     return head_width in WIDTHS and taps == 4
 
 
+def buffers(*, fused: bool, roomy: bool) -> int:
+    """Items of a block in shared memory; f_b and g_b take the place of one."""
+    return 3 - fused if roomy else 1
+
+
 def variant(head_width: int, *, fused: bool, roomy: bool = True) -> Variant:
-    return Variant("kda", (("HD", head_width), ("FUSED", int(fused)), ("BUFFERS", 2 if roomy else 1)))
+    count = buffers(fused=fused, roomy=roomy)
+    return Variant("kda", (("HD", head_width), ("FUSED", int(fused)), ("BUFFERS", count)))
 
 
 def step(
@@ -78,6 +84,8 @@ def step(
     assert f.shape == g.shape == (R, RANK if fused else HD), (tuple(f.shape), tuple(g.shape))
     assert beta.shape == (R, H), (tuple(beta.shape), R, H)
     assert state.is_contiguous(), state.stride()
+    assert history.is_contiguous(), history.stride()
+    assert weights.conv.is_contiguous(), weights.conv.stride()
     assert (out.shape, out.is_contiguous()) == ((R, HD), True), (tuple(out.shape), out.stride())
     assert len({x.stride(0) for x in qkv}) == 1, [x.stride(0) for x in qkv]
     assert weights.dt_bias.dtype == weights.A_log.dtype == state.dtype == torch.float32
@@ -85,17 +93,20 @@ def step(
     p = _Kda(*map(address, qkv), address(f), address(g), address(beta), address(weights.f_b), address(weights.g_b))
     for i, name in enumerate("qkv"):
         setattr(p, f"{name}_conv", weights.conv.data_ptr() + 8 * HD * i)
-        setattr(p, f"{name}_past", history.data_ptr() + 2 * history.stride(2) * HD * i)
+        setattr(p, f"{name}_past", history.data_ptr() + 2 * HD * i)
     p.a_log, p.dt_bias, p.o_norm = address(weights.A_log), address(weights.dt_bias), address(weights.o_norm)
     p.state, p.out = address(state), address(out)
-    p.past_sequence, p.past_time, p.past_channel = history.stride()
+    p.past_sequence, p.past_time, _ = history.stride()
     p.heads, p.sequences, p.tokens, p.ld = H, B, T, qkv[0].stride(0)
     p.ld_f, p.ld_g, p.ld_beta = f.stride(0), g.stride(0), beta.stride(0)
     p.lower, p.eps = weights.lower_bound, weights.eps
-    device, states = state.device.index, 4 * d * d
-    roomy = driver.roomy(device)
-    blocks = min(H * B, driver.processors(device))
     p.rehearse = int(pdl)
-    shared = states + (states + (4 * RANK * d if fused else 0) if roomy else 0)
+    for x in (*qkv, f, g):
+        assert x.data_ptr() % 16 == 0, "rows of 16-byte pieces"
+        assert x.stride(0) % 8 == 0, x.stride()
+    device = state.device.index
+    roomy, width = driver.roomy(device), RANK if fused else d
+    count = buffers(fused=fused, roomy=roomy)
+    shared = count * (4 * d * d + 52 * d + 4 * width) + (4 * RANK * d if fused and count > 1 else 0)
     kernel = driver.kernel(variant(d, fused=fused, roomy=roomy), "kda", device)
-    kernel((blocks, 1, 1), 4 * d, p, shared=shared, pdl=pdl)
+    kernel((min(H * B, driver.processors(device)), 1, 1), 4 * d, p, shared=shared, pdl=pdl)

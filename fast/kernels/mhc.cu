@@ -30,7 +30,7 @@ struct Hc {
     float rms_eps, hc_eps;
 };
 
-extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(WARPS * 32, 2) hc_site(const __grid_constant__ Hc p) {
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(WARPS * 32, 1) hc_site(const __grid_constant__ Hc p) {
     extern __shared__ __align__(128) u8 memory[];                   // fn: [WARPS][STAGED][3][512], lane-private pieces
     __shared__ float partial[WARPS][SUMS][8], received[BLOCKS][SUMS][8], total[SUMS][8];
     __shared__ float squares[WARPS][8], received_squares[BLOCKS][8], mix[8][C + C * C], base[M], scale[3];
@@ -207,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(32) hc_sinkhorn(const __grid_consta
     pdl_launch();
     pdl_wait();
     const int row = blockIdx.x * 32 + threadIdx.x;
-    if (row < p.rows) sinkhorn(p, row);
+    if (row < p.rows) sinkhorn(p, row, true);
 }
 
 // S'[r, j] = bf16(post[r, j] o[r] + sum_i comb[r, i, j] S[r, i]) alone; any number of rows, grid (column blocks, rows).

@@ -191,6 +191,7 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(512, 
     float *const partial = (float *)(memory + 16 * 4096);  // [4][64][8]
     u32 *const latent = (u32 *)(partial + 4 * 64 * 8);     // [8][L] bf16
     float *const share = (float *)(latent + 8 * L / 2);    // [8][64]
+    float *const quarters = share + 8 * 64;                // [8][4][128]
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, g = lane >> 2, t = lane & 3;
     const int head = blockIdx.x / PARTS, rank = blockIdx.x % PARTS, tile = warp & 3, side = warp >> 2;
     const u8 *w = p.kv_b + 2ll * ((long long)(head * (N + O) + N + rank * 64 + tile * 16 + g) * L + side * 128 + t * 8);
@@ -220,22 +221,29 @@ extern "C" __global__ void __cluster_dims__(PARTS, 1, 1) __launch_bounds__(512, 
         share[warp * 64 + lane] = part[0] * scale, share[warp * 64 + 32 + lane] = part[1] * scale;
     }
     __syncthreads();
-    const int column = rank * 128 + (tid & 127);
-#pragma unroll 1
-    for (int row = tid >> 7; row < 8; row += 4) {
+    const int column = rank * 128 + (tid & 127), quarter = tid >> 7;  // of the splits: every fourth
+#pragma unroll 2
+    for (int row = 0; row < p.rows; ++row) {
+        const float *const from = p.part + ((long long)row * p.splits * p.heads + head) * L + column;
+        const long long step = (long long)p.heads * L;
         float v = 0.0f;
-        if (row < p.rows) {
-            const float *from = p.part + ((long long)row * p.splits * p.heads + head) * L + column;
-            const long long step = (long long)p.heads * L;
 #pragma unroll 1
-            for (int s = 0; s < p.splits; s += 8) {  // splits without tokens have share 0; what they hold is not read
-                float x[8];
+        for (int s = quarter; s < p.splits; s += 32) {  // splits without tokens have share 0; what they hold is not read
+            float x[8];
 #pragma unroll
-                for (int i = 0; i < 8; ++i) x[i] = share[row * 64 + s + i] > 0.0f ? load_f32(from + (s + i) * step) : 0.0f;
+            for (int i = 0; i < 8; ++i) x[i] = share[row * 64 + s + 4 * i] > 0.0f ? load_f32(from + (s + 4 * i) * step) : 0.0f;
 #pragma unroll
-                for (int i = 0; i < 8; ++i) v += share[row * 64 + s + i] * x[i];
-            }
+            for (int i = 0; i < 8; ++i) v += share[row * 64 + s + 4 * i] * x[i];
         }
+        quarters[(row * 4 + quarter) * 128 + (tid & 127)] = v;
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int row = quarter; row < 8; row += 4) {
+        float v = 0.0f;
+        if (row < p.rows)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) v += quarters[(row * 4 + i) * 128 + (tid & 127)];
         const u32 pair = pack_bf16(v, __shfl_down_sync(~0u, v, 1));
         if (!(lane & 1))
 #pragma unroll

@@ -85,7 +85,7 @@ def launches(
     plans: dict[str, tuple[tuple[int, int, int], int, int]] = {
         "mla_absorb": ((H * PARTS, 1, 1), 512, 8 * 512 * 16 + 32 * 128 * 4),
         "mla_partial": ((splits, -(-H // 16), R), 2 * block, block * row + 16 * row + 2 * 16 * (2 * block + 16)),
-        "mla_merge": ((H * PARTS, 1, 1), 512, 16 * 4096 + 4 * 64 * 8 * 4 + 8 * L * 2 + 8 * 64 * 4),
+        "mla_merge": ((H * PARTS, 1, 1), 512, 16 * 4096 + 4 * 64 * 8 * 4 + 8 * L * 2 + 8 * 64 * 4 + 8 * L * 4),
     }
 
     def launch(name: str) -> Launch:

@@ -21,36 +21,52 @@ struct Planner {
     int experts, offset, rows, top_k;  // the tables hold experts offset .. offset + experts - 1, others are left out
 };
 
-struct PlanScratch { int ids[MAX_DISTINCT], first[MAX_DISTINCT]; };
+#define MOST_CHOICES 256  // of a router, 8 rows of 32
 
-// Run by the first 64 threads of a block; `sync` is a barrier that includes them all.
-template <typename Sync> DEVICE void make_plan(const Planner &p, PlanScratch &s, int tid, Sync sync) {
-    const int choices = p.rows * p.top_k;
-    const int id = tid < choices ? load_i32(p.ids + tid) - p.offset : -1;
-    s.ids[tid] = id;
-    sync();
-    int first = id >= 0 && id < p.experts;
+struct PlanScratch { int ids[MOST_CHOICES]; float weights[MOST_CHOICES]; int first[MAX_DISTINCT]; };
+
+// Run by the first 64 threads of a block on the choices in `s`; `sync` is a barrier that includes them all. Nothing is
+// stored unless `live`.
+template <typename Sync> DEVICE void make_plan(const Planner &p, PlanScratch &s, int tid, bool live, Sync sync) {
+    const int choices = p.rows * p.top_k, own = tid < choices ? s.ids[tid] : -1, id = own - p.offset;
+    int first = own >= 0 && id >= 0 && id < p.experts;
+    // The tables are far away: they are asked before the rank is known.
+    u64 address[6] = {};
+    float scale2[3] = {};
+    if (first) {
+#pragma unroll
+        for (int i = 0; i < 6; ++i) address[i] = p.address[i * p.experts + id];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) scale2[i] = p.scale2[i * p.experts + id];
+    }
 #pragma unroll 1
-    for (int j = 0; j < tid; ++j) first &= s.ids[j] != id;
+    for (int j = 0; j < min(tid, choices); ++j) first &= s.ids[j] != own;
     s.first[tid] = first;
     sync();
     int rank = 0, count = 0;
 #pragma unroll 1
-    for (int j = 0; j < choices; ++j) rank += s.first[j] && s.ids[j] < id, count += s.first[j];
-    if (tid == 0) p.plan->count = count;
+    for (int j = 0; j < choices; ++j) rank += s.first[j] && s.ids[j] < own, count += s.first[j];
+    if (tid == 0 && live) p.plan->count = count;
     if (!first) return;
+    if (live) {
 #pragma unroll
-    for (int i = 0; i < 6; ++i) p.plan->address[i][rank] = p.address[i * p.experts + id];
+        for (int i = 0; i < 6; ++i) p.plan->address[i][rank] = address[i];
 #pragma unroll
-    for (int i = 0; i < 3; ++i) p.plan->scale2[i][rank] = p.scale2[i * p.experts + id];
+        for (int i = 0; i < 3; ++i) p.plan->scale2[i][rank] = scale2[i];
+    }
+    u64 places = ~0ull;  // a byte a row
 #pragma unroll 1
+    for (int j = 0; j < choices; ++j)
+        if (s.ids[j] == own) places ^= (u64)(0xff ^ j % p.top_k) << j / p.top_k * 8;
+    float weight[8];
+#pragma unroll
     for (int r = 0; r < 8; ++r) {
-        int place = -1;
-        if (r < p.rows)
-#pragma unroll 1
-            for (int j = 0; j < p.top_k; ++j)
-                if (s.ids[r * p.top_k + j] == id) place = j;
-        p.plan->place[rank][r] = (signed char)place;
-        p.plan->weight[rank][r] = place >= 0 ? load_f32(p.weights + r * p.top_k + place) : 0.0f;
+        const int place = (signed char)(places >> r * 8);
+        weight[r] = place >= 0 ? s.weights[r * p.top_k + place] : 0.0f;
+    }
+    if (live) {
+        *(u64 *)p.plan->place[rank] = places;
+        *(float4 *)p.plan->weight[rank] = make_float4(weight[0], weight[1], weight[2], weight[3]);
+        *(float4 *)(p.plan->weight[rank] + 4) = make_float4(weight[4], weight[5], weight[6], weight[7]);
     }
 }

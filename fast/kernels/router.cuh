@@ -17,9 +17,11 @@ struct Router {
 #define PER_LANE 16  // experts of a lane: at most 32 * PER_LANE in all
 #endif
 
-DEVICE void router_select(const Router &p, const float *logits, int lane, int row) {
+// ids, weights: where the row's choice goes.
+DEVICE void router_select(const Router &p, const float *logits, int lane, int *ids, float *weights) {
     const int experts = p.experts, width = experts / p.groups;
     u32 key[PER_LANE];  // monotone map of s + bias, 0 where there is no expert
+    float chance[PER_LANE];  // s
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
         const int e = i * 32 + lane;
@@ -28,7 +30,8 @@ DEVICE void router_select(const Router &p, const float *logits, int lane, int ro
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
         const int e = i * 32 + lane;
-        if (e < experts) key[i] = ordered(sigmoid(__uint_as_float(key[i])) + p.bias[e]) + 1u;  // NaN is 1
+        chance[i] = sigmoid(__uint_as_float(key[i]));
+        if (e < experts) key[i] = ordered(chance[i] + p.bias[e]) + 1u;  // NaN is 1
     }
     if (p.groups > 1) {  // a group's score is the sum of its two best
         u32 score = 0;   // of group `lane`
@@ -63,6 +66,7 @@ DEVICE void router_select(const Router &p, const float *logits, int lane, int ro
             if (i * 32 + lane < experts && (dropped >> ((i * 32 + lane) / width) & 1)) key[i] = 0u;
     }
     int mine = 0;
+    float s = 0.0f;
 #pragma unroll 1
     for (int j = 0; j < p.top_k; ++j) {
         u32 best = 0;
@@ -74,19 +78,20 @@ DEVICE void router_select(const Router &p, const float *logits, int lane, int ro
         for (int i = PER_LANE - 1; i >= 0; --i)
             if (key[i] == best) winner = i * 32 + lane;
         winner = __reduce_min_sync(~0u, winner);
+        float won = 0.0f;
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i)
-            if (i * 32 + lane == winner) key[i] = 0u;
-        if (lane == j) mine = winner;
+            if (i * 32 + lane == winner) key[i] = 0u, won = chance[i];
+        won = __shfl_sync(~0u, won, winner & 31);
+        if (lane == j) mine = winner, s = won;
     }
     int rank = 0;  // ascending expert ids, like every selection of the engine
     for (int j = 0; j < p.top_k; ++j) rank += __shfl_sync(~0u, mine, j) < mine;
-    const float s = lane < p.top_k ? sigmoid(load_f32(logits + mine)) : 0.0f;
     float total = 0.0f;
     for (int j = 0; j < p.top_k; ++j)
         total += __shfl_sync(~0u, s, __ffs(__ballot_sync(~0u, lane < p.top_k && rank == j)) - 1);
     if (lane < p.top_k) {
-        p.ids[row * p.top_k + rank] = mine;
-        p.weights[row * p.top_k + rank] = (p.norm ? s / (total + 1e-20f) : s) * p.scaling;
+        ids[rank] = mine;
+        weights[rank] = (p.norm ? s / (total + 1e-20f) : s) * p.scaling;
     }
 }

@@ -14,7 +14,8 @@ struct Sinkhorn {
 };
 
 // comb = softmax(logits, last axis) + eps; columns, then rows and columns in turn, are divided by their sums + eps.
-DEVICE void sinkhorn(const Sinkhorn &p, int row) {
+// Nothing is stored unless `live`.
+DEVICE void sinkhorn(const Sinkhorn &p, int row, bool live) {
     float k[C][C];
 #pragma unroll
     for (int i = 0; i < C; ++i) {
@@ -51,5 +52,6 @@ DEVICE void sinkhorn(const Sinkhorn &p, int row) {
 #pragma unroll
     for (int i = 0; i < C; ++i)
 #pragma unroll
-        for (int j = 0; j < C; ++j) p.comb[(row * C + i) * C + j] = k[i][j];
+        for (int j = 0; j < C; ++j)
+            if (live) p.comb[(row * C + i) * C + j] = k[i][j];
 }

@@ -37,6 +37,14 @@ def bank(E: int, D: int, I: int, seed: int) -> tuple[experts.Bank, list[list[Pac
     return experts.bank(gate, up, down), weights
 
 
+def up(x: Tensor, plan: Tensor, bank: experts.Bank, h: Tensor, limit: float) -> None:
+    experts.routed(x, plan, bank, h, torch.empty_like(x), limit, phases=experts.UP)
+
+
+def down(h: Tensor, plan: Tensor, bank: experts.Bank, out: Tensor, shared: tuple[Tensor, Tensor] | None = None) -> None:
+    experts.routed(torch.empty_like(out), plan, bank, h, out, 0.0, shared, phases=experts.DOWN)
+
+
 def test_every_code_and_every_scale_is_exact() -> None:
     """One-hot rows read single weights: each of the 127 scales with each of the 16 codes, through `down`."""
     D, K = 128 * 16, 64
@@ -53,7 +61,7 @@ def test_every_code_and_every_scale_is_exact() -> None:
         h = torch.zeros(1, 1, K, dtype=torch.bfloat16, device=CUDA)
         h[0, 0, column] = 1.0
         out = torch.empty(1, D, dtype=torch.bfloat16, device=CUDA)
-        experts.down(h, plan(ids, one, weights), one, out)
+        down(h, plan(ids, one, weights), one, out)
         assert torch.equal(out[0].double(), block.unscaled()[:, column])
 
 
@@ -65,7 +73,7 @@ def test_gate_up_and_swiglu(R: int, D: int, I: int, kind: str) -> None:  # noqa:
     one, weights = bank(E, D, I, seed=3)
     x, ids = values(kind, R, D, seed=4, scale=D**-0.5), choices(R, k, E, seed=5)
     out = torch.full((R, k, I), float("nan"), dtype=torch.bfloat16, device=CUDA)
-    experts.up(x, plan(ids, one), one, out, 10.0)
+    up(x, plan(ids, one), one, out, 10.0)
     for r in range(R):
         for j in range(k):
             parts = []
@@ -88,7 +96,7 @@ def test_down_weighting_and_the_shared_expert(R: int, F: int, D: int, I: int, ki
     share = torch.rand(R, k, generator=cases.generator(9), device=CUDA)
     shared = (values(kind, R, F, seed=10), values("normal", D, F, seed=11, scale=0.1)) if F else None
     out = torch.full((R, D), float("nan"), dtype=torch.bfloat16, device=CUDA)
-    experts.down(h, plan(ids, one, share), one, out, shared)
+    down(h, plan(ids, one, share), one, out, shared)
     exact = torch.zeros(R, D, dtype=torch.float64, device=CUDA)
     error = torch.zeros_like(exact)
     if shared is not None:
@@ -115,13 +123,32 @@ def test_rows_have_the_same_bits_alone_and_together(D: int, I: int, F: int) -> N
         n = len(range(*rows.indices(R)))
         h, out = (torch.zeros(n, *s, dtype=torch.bfloat16, device=CUDA) for s in ((k, I), (D,)))
         chosen = plan(ids[rows], one, share[rows])
-        experts.up(x[rows], chosen, one, h, 10.0)
-        experts.down(h, chosen, one, out, (y[rows], w))
+        experts.routed(x[rows], chosen, one, h, out, 10.0, (y[rows], w))
         return h, out
 
     together = both(slice(0, R))
     for rows in [*(slice(0, n) for n in range(1, R)), *(slice(r, r + 1) for r in range(R))]:
         assert all(torch.equal(a, b[rows]) for a, b in zip(both(rows), together, strict=True))
+
+
+@pytest.mark.parametrize("R", [1, 2, 8])
+@pytest.mark.parametrize(("D", "I", "F"), [(4096, 2048, 2048), (160, 96, 64)])
+def test_one_launch_gives_the_bits_of_two_and_of_itself(R: int, D: int, I: int, F: int) -> None:  # noqa: E741
+    """Together and halved, with and without programmatic launch, many times over."""
+    E, k = 24, 8
+    one, _ = bank(E, D, I, seed=22)
+    x, ids = values("heavy", R, D, seed=23, scale=D**-0.5), choices(R, k, E, seed=24)
+    shared = values("normal", R, F, seed=25), values("normal", D, F, seed=26)
+    chosen = plan(ids, one, torch.rand(R, k, generator=cases.generator(27), device=CUDA))
+    h, out = (torch.zeros(R, *s, dtype=torch.bfloat16, device=CUDA) for s in ((k, I), (D,)))
+    up(x, chosen, one, h, 10.0)
+    down(h, chosen, one, out, shared)
+    assert out.isfinite().all()
+    for pdl in [False] * 10 + [True] * 40:
+        again, result = torch.full_like(h, float("nan")), torch.full_like(out, float("nan"))
+        experts.routed(x, chosen, one, again, result, 10.0, shared, pdl=pdl)
+        assert torch.equal(again, h)
+        assert torch.equal(result, out)
 
 
 def test_experts_of_other_ranks_add_nothing() -> None:
@@ -131,15 +158,14 @@ def test_experts_of_other_ranks_add_nothing() -> None:
     share = torch.rand(R, k, generator=cases.generator(21), device=CUDA)
     total, parts = torch.zeros(R, D, dtype=torch.float64, device=CUDA), []
     for first, last in ((0, 5), (5, 12), (0, 12)):
-        gate, up, down = (m[first:last] for m in weights)
-        part = experts.bank(gate, up, down, first=first) if last - first < E else whole
+        gate, over, back = (m[first:last] for m in weights)
+        part = experts.bank(gate, over, back, first=first)
         h, out = (
             torch.zeros(R, k, I, dtype=torch.bfloat16, device=CUDA),
             torch.empty(R, D, dtype=torch.bfloat16, device=CUDA),
         )
         chosen = plan(ids, part, share)
-        experts.up(x, chosen, part, h, 10.0)
-        experts.down(h, chosen, part, out)
+        experts.routed(x, chosen, part, h, out, 10.0)
         absent = (ids < first) | (ids >= last)
         assert (h[absent] == 0).all()
         parts.append(out.double())
