@@ -22,6 +22,8 @@ from reference.sharding import Mesh, plan
 GEOMETRIES = ("tiny", "odd")
 EXPORTS = ("nvidia", "libertai")
 PROMPT = 200
+DRAFTING, DRAFTS = "odd-chunks+decode", 3
+"""The case in which the fast engine's draft block reads along and drafts."""
 
 
 def pytest_generate_tests(metafunc):
@@ -58,7 +60,9 @@ def test_the_engine_agrees_with_the_reference(place, case, synthetic, request, r
     directory = option("--checkpoint") if place[0] == "given" else synthetic(*place)
     checkpoint = open_checkpoint(directory)
     engine = registry.create(option("--engine"))
-    engine.open(directory, **suite.engine_options(device=option("--device"), tp=option("--tp"), ep=option("--ep")))
+    drafting = option("--engine") == "fast" and case.name == DRAFTING and checkpoint.config.text.mtp_layer is not None
+    settings = suite.engine_options(device=option("--device"), tp=option("--tp"), ep=option("--ep"))
+    engine.open(directory, **settings, **({"mtp": DRAFTS} if drafting else {}))
     ids = suite.prompt(checkpoint)
     assert suite.fits(case, ids), f"{len(ids)} tokens are too few for {case.name}"
     result = suite.run(engine, checkpoint, ids, case, judge=Rebase(checkpoint))
@@ -67,6 +71,7 @@ def test_the_engine_agrees_with_the_reference(place, case, synthetic, request, r
     if option("--engine") == "fast":
         assert not result.coverage.taps_missing
         assert not result.coverage.tensors_missing
+        assert any(row.tap.startswith("mtp.") for row in result.taps) == drafting
 
 
 def test_the_text_is_long_enough():

@@ -70,15 +70,13 @@ def rows(checkpoint: Checkpoint, name: str, bound: dict[str, np.ndarray]) -> Ite
         yield _row(checkpoint, name, "value", "none", (), "identical", 0, 0, (), f"operands {found}, expected {want}")
         return
     rule = "identical" if dtype == "U8" else "packed as NVFP4"
-    made = nvfp4.encode(checkpoint.weight(name), name=name) if dtype != "U8" else None
+    made = None if dtype == "U8" else encoded(checkpoint, name)
     for part, source in parts.items():
-        if made is not None:
-            stored = {"codes": "U8", "scale": "F8_E4M3", "scale_2": "F32"}[part]
-            expected = {"codes": made.packed, "scale": made.scale, "scale_2": np.asarray(made.scale_2)}[part]
-            expected = np.ascontiguousarray(expected).view(_WIDTH[stored])
-        else:
+        if made is None:
             stored, shape, data = checkpoint.raw(source)
             expected = np.frombuffer(data, _WIDTH[stored]).reshape(shape)
+        else:
+            stored, expected = made[part]
         actual = np.asarray(bound[part])
         width = expected.dtype.itemsize
         if actual.dtype.itemsize != width or (stored == "F32") != (actual.dtype == np.float32):
@@ -86,6 +84,18 @@ def rows(checkpoint: Checkpoint, name: str, bound: dict[str, np.ndarray]) -> Ite
             yield _row(checkpoint, name, part, str(actual.dtype), actual.shape, rule, 0, 0, (), message)
             continue
         yield _bit_row(checkpoint, name, part, rule, expected, actual)
+
+
+def encoded(checkpoint: Any, name: str) -> dict[str, tuple[str, npt.NDArray]]:
+    """A BF16 weight packed by the reference: part -> (dtype as stored, bits). A view of one rank cuts out its own."""
+    if hasattr(checkpoint, "encoded"):
+        return checkpoint.encoded(name)
+    made = nvfp4.encode(checkpoint.weight(name), name=name)
+    return {
+        "codes": ("U8", made.packed),
+        "scale": ("F8_E4M3", made.scale.view(np.uint8)),
+        "scale_2": ("F32", np.array(made.scale_2, np.float32).view(np.uint32)),
+    }
 
 
 def missing(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], message: str) -> TensorRow:

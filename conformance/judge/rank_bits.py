@@ -12,7 +12,7 @@ from conformance.judge import bits
 from conformance.judge.result import TensorRow
 from reference.checkpoint import Checkpoint
 from reference.ranks import NotOnRankError, RankSource
-from reference.sharding import Mesh
+from reference.sharding import Mesh, part_of
 
 VOCABULARY = {"replicated": (), "head": ("lm_head",), "split": ("lm_head", "embed_tokens")}
 
@@ -45,6 +45,17 @@ class RankView(RankSource):
             return whole
         part, parts = self.mesh.place(routed=False)
         return whole[part * len(whole) // parts : (part + 1) * len(whole) // parts]
+
+    def encoded(self, name: str) -> dict[str, tuple[str, np.ndarray]]:
+        """This rank's parts of a BF16 weight that was packed whole. `scale_2` is the whole tensor's."""
+        part = part_of(self.specs[name], self.text, self.mesh)
+        assert part is not None
+        out = {}
+        for key, (stored, array) in bits.encoded(self.checkpoint, name).items():
+            width = {"codes": 2, "scale": 16}.get(key, 1) if part.axis == 1 else 1
+            cut = replace(part, start=part.start // width, stop=part.stop // width)
+            out[key] = stored, array if key == "scale_2" else cut.of(array)
+        return out
 
     def raw(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
         stored = np.ascontiguousarray(self.stored(name))

@@ -78,10 +78,10 @@ def compare(
 
 
 def _tensors(checkpoint: Checkpoint, operands: Operands | RankOperands | None, block: bool) -> Iterator[TensorRow]:
-    """With `block`, those of the draft block too; of several ranks not its BF16 experts, which are packed whole."""
+    """With `block`, those of the draft block too."""
     names = bits.weights(checkpoint, drafts=block)
     if isinstance(operands, RankOperands):
-        return rank_bits.compare(checkpoint, operands, [n for n in names if not bits.packed_at_load(checkpoint, n)])
+        return rank_bits.compare(checkpoint, operands, names)
     return iter(()) if operands is None else bits.compare(checkpoint, operands, names)
 
 

@@ -11,10 +11,14 @@ from conformance.cases.runs import text_tokens
 from conformance.checkpoints import make
 from conformance.checkpoints.shared import shared
 from conformance.engines import registry
-from conformance.judge import Rebase, compare, drafts
+from conformance.engines.base import as_numpy
+from conformance.judge import Rebase, bits, compare, drafts, rank_bits
 from conformance.judge.graph import followed
+from conformance.judge.rank_bits import RankOperands
 from conformance.trace import Schedule, Trace
+from fast.loader import load
 from reference.checkpoint import open_checkpoint
+from reference.sharding import Mesh
 
 TOKENS, DRAFTS = 45, 4
 ROWS = TOKENS + DRAFTS - 1
@@ -220,6 +224,36 @@ def test_stored_experts_are_judged_as_the_trace_says():
         Trace(one.trace.metadata | {drafts.EXPERTS: "fp8"}, one.trace.taps), one.checkpoint.config
     )
     assert (problem.name, problem.fatal) == (drafts.EXPERTS, True)
+
+
+@pytest.mark.parametrize(("geometry", "tp", "ep"), [("tiny", 2, 2), ("odd", 1, 3), ("tiny", 4, 2)])
+def test_packed_experts_are_compared_on_every_rank(geometry, tp, ep):
+    """Packed whole, then cut: bits of codes, block scales and the one scale_2; a flipped bit on one rank is found."""
+    checkpoint = open_checkpoint(shared("nvidia", geometry))
+    names = [name for name in bits.weights(checkpoint, drafts=True) if bits.packed_at_load(checkpoint, name)]
+    assert len(names) == 3 * checkpoint.config.text.n_routed_experts
+    mesh = Mesh(tp, ep)
+    held = [load(checkpoint.directory, tp=tp, ep=ep, rank=rank, mtp=True, progress=False) for rank in range(mesh.world)]
+
+    def operands(rank, name, bent=False):
+        try:
+            parts = {part: as_numpy(x).copy() for part, x in held[rank].operands(name).items()}
+        except KeyError:
+            return None
+        if bent and rank == mesh.world - 1:
+            parts["scale"][-1, -1] ^= 1
+        return parts
+
+    def compared(**how):
+        shown = RankOperands(mesh, lambda rank, name: operands(rank, name, **how))
+        return list(rank_bits.compare(checkpoint, shown, names))
+
+    rows = compared()
+    assert [(row.name, row.part, row.message) for row in rows if not row.passed] == []
+    assert {row.rule for row in rows} == {"packed as NVFP4"}
+    assert {row.name for row in rows} == set(names)
+    failing = {(row.part, row.differing) for row in compared(bent=True) if not row.passed}
+    assert failing == {(f"scale, rank {mesh.world - 1}", 1)}
 
 
 def test_the_verdict_covers_the_block_only_where_it_ran():
