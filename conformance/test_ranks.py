@@ -15,7 +15,7 @@ from reference.sharding import Mesh
 EXPORTS = ("nvidia", "libertai")
 MESHES = ((2, 1), (1, 2), (2, 2))
 CASES = [("tiny", export, *mesh) for export in EXPORTS for mesh in MESHES] + [("odd", "libertai", 2, 2)]
-CASE = suite.Case("one-go+decode", 61)
+CASE = suite.Case("one-go+decode", 45)
 """More pools than a token may select, and every token after the prefill alone."""
 
 
