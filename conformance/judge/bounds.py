@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +34,7 @@ _SIGNIFICAND = {"bfloat16": 8, "float16": 11, "float32": 24, "float64": 53}
 _LOWEST = {"bfloat16": -133, "float16": -24, "float32": -149, "float64": -1074}
 _FINE_BITS = 13
 _SHOWN = 8
+_FEW_ROWS = 32
 _TINY = float(np.finfo(np.float32).tiny)
 
 
@@ -45,6 +46,7 @@ class Step:
     `length` * 2^-24 of its value. `widen` multiplies the samples' deviations, for steps in fp32 only, where the samples
     hold one rounding per dot product and an engine has one per addition (sqrt(length)). `fine` marks a tap that must
     carry fp32 precision. `slope` and `kinked`: see `spread.measure`; `slope` is a function of the expected values.
+    `coarse` marks a tap that rests on values rounded to bf16 right before it, whatever it is stored as.
     """
 
     order: int
@@ -58,6 +60,7 @@ class Step:
     fine: bool = False
     slope: Callable[[Floats], Floats] | None = None
     kinked: bool = False
+    coarse: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,8 +155,8 @@ def judge(
 ) -> TapRow:
     """engine and centre [T,...], samples [B,T,...]; `valid` (broadcastable to centre) marks what is compared.
 
-    The samples are first stored the way the engine stores the tap, and no element is taken to vary less than rounding
-    to nearest makes it on average. Raises ValueError when shapes differ: the caller
+    The samples are first stored the way the engine stores the tap, and no element is taken to vary less than the last
+    rounding to nearest makes it on average. Raises ValueError when shapes differ: the caller
     checks the trace against the config first.
     """
     if engine.shape != centre.shape or samples.shape[1:] != centre.shape:
@@ -172,9 +175,12 @@ def judge(
     expected_fit = np.where(fit, expected, 0.0)
     slope = None if step.slope is None else step.slope(expected_fit)
     rounding = half_ulp(expected_fit, kind)
-    spread = measure(expected_fit, deviations, slope=slope, kinked=step.kinked, floor=rounding / math.sqrt(3.0))
+    floor = np.maximum(rounding, half_ulp(expected_fit, "bfloat16")) if step.coarse else rounding
+    spread = measure(expected_fit, deviations, slope=slope, kinked=step.kinked, floor=floor / math.sqrt(3.0))
+    most = _most(layout, step, len(drawn))
+    spread = replace(spread, freedom=min(spread.freedom, most))
     drift = step.length * 2.0**-24
-    checks = _Tests(step, spread, error, fit, heads, drift, budget).run()
+    checks = _Tests(step, spread, error, fit, heads, drift, budget, most).run()
 
     allowed = (
         spread.reach(budget.probability / max(shape[0] * shape[1], 1)) * spread.sigma
@@ -187,8 +193,20 @@ def judge(
     if broken.any():
         checks.insert(0, Check("finite", float(broken.sum()), 0.0, math.inf, False, "NaN or infinity"))
     if step.fine:
-        checks.append(_grid_check(actual, expected, fit, budget))
+        checks.append(_grid_check(actual, expected, drawn, fit, budget))
     return _row(step, checks, ratio, allowed, actual, expected, error, fit, spread, failing, layout, choices, flips)
+
+
+def _most(layout: Layout, step: Step, copies: int) -> int:
+    """Cap on how many independent draws any pool of residuals counts as.
+
+    Values of one row share what was rounded before them, so a tap of few rows is worth one draw per sample and four
+    rows; a state rests on few roundings whatever its size, and is worth one draw per sample.
+    """
+    rows = layout.flat[0]
+    if layout.heads > 1 and not step.time:
+        return copies
+    return copies * max(1, rows // 4) if rows < _FEW_ROWS else copies * rows * layout.flat[1]
 
 
 @dataclass(frozen=True)
@@ -202,6 +220,7 @@ class _Tests:
     heads: int
     drift: float
     budget: Budget
+    most: int
 
     def run(self) -> list[Check]:
         z = (self.error / self.spread.sigma).astype(np.float32)
@@ -236,12 +255,8 @@ class _Tests:
 
     @property
     def few(self) -> bool:
-        """A state: many numbers that rest on few roundings, so that its totals are worth one draw per sample."""
+        """Whether this is a state: its columns say nothing together that its heads do not."""
         return self.heads > 1 and not self.step.time
-
-    @property
-    def most(self) -> int | None:
-        return len(self.spread.noise) if self.few else None
 
     def _sum(self, x: Singles, axis: str) -> Singles:
         """Sums [..,T,J] over everything but the groups of `axis`: -> [..,G]."""
@@ -279,7 +294,7 @@ class _Tests:
         squares = np.square(null, dtype=np.float64)
         middle = float(squares.mean())
         shares = centred(squares) / squares.shape[-1]
-        quantile = size_quantile([shares, self._heads(shares)], middle, self.budget.probability)
+        quantile = size_quantile([shares, self._heads(shares)], middle, self.budget.probability, self.most)
         allowed = math.sqrt(quantile) * self.clumping + math.sqrt(float(np.mean(drift**2)))
         return _worst(name, "", np.sqrt(np.mean(z**2, keepdims=True)), np.asarray([allowed]))
 
@@ -303,9 +318,8 @@ class _Tests:
     def _freedom(self, axis: str) -> int:
         """How many independent draws the groups of an axis are worth: all of a head may move together."""
         copies, rows, columns = self.spread.noise.shape
-        if self.few or (self.heads > 1 and axis != "row"):
-            return copies * self.heads
-        return copies * (rows if axis == "row" else columns)
+        groups = rows if axis == "row" else self.heads if self.heads > 1 else columns
+        return min(copies * groups, self.most)
 
     def _share(self, used: npt.NDArray[np.bool_]) -> float:
         return self.budget.probability / max(int(used.sum()), 1)
@@ -336,17 +350,20 @@ def _element_check(ratio: Floats, allowed: Floats, error: Floats, layout: Layout
     return Check("element", abs(float(error[at])), float(allowed[at]), value, value <= 1, f"{list(index)}")
 
 
-def _grid_check(actual: Floats, expected: Floats, fit: npt.NDArray[np.bool_], budget: Budget) -> Check:
-    """Values with 13 zero low bits although the exact ones have none: chance makes n / 2^13 of those.
+def _grid_check(actual: Floats, expected: Floats, drawn: Floats, fit: npt.NDArray[np.bool_], budget: Budget) -> Check:
+    """Values with 13 zero low bits although the exact ones have none: chance makes as many as the samples have.
 
-    The allowed count is Bernstein's bound for that many rare independent events.
+    The allowed count is Bernstein's bound for that many rare events, plus one value in sixteen: values that share a
+    factor come in groups, and a tap kept in a coarse format has all of them so.
     """
     telling = fit & ~on_grid(expected, _FINE_BITS) & (np.abs(expected) > 2.0**-100)
+    total = int(np.count_nonzero(telling))
     count = int(np.count_nonzero(telling & on_grid(actual, _FINE_BITS)))
-    mean = int(np.count_nonzero(telling)) * 2.0**-_FINE_BITS
+    seen = np.count_nonzero(on_grid(drawn, _FINE_BITS) & telling) / len(drawn)
+    mean = max(total * 2.0**-_FINE_BITS, float(seen))
     log = -math.log(budget.probability)
-    allowed = mean + log / 3.0 + math.sqrt(2.0 * mean * log + (log / 3.0) ** 2)
-    where = f"{count} of {int(np.count_nonzero(telling))} values have at most 11 significant bits; fp32 is required"
+    allowed = mean + log / 3.0 + math.sqrt(2.0 * mean * log + (log / 3.0) ** 2) + total / 16
+    where = f"{count} of {total} values have at most 11 significant bits; fp32 is required"
     return Check("grid", float(count), allowed, count / allowed, count <= allowed, where if count > allowed else "")
 
 

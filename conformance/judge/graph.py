@@ -51,6 +51,7 @@ class Traits:
     copy: bool = False
     slope: Callable[[np.ndarray], np.ndarray] | None = None
     kinked: bool = False
+    coarse: bool = True
 
 
 def nodes(config: TextConfig) -> Iterator[Node]:
@@ -88,14 +89,14 @@ def traits(config: TextConfig, tap: str) -> Traits:
         "embed": Traits(copy=True),
         "in": Traits(copy=True),
         "z": Traits(2 * c.hidden_size),
-        "attn.g": Traits(c.hidden_size, fine=True, slope=_sigmoid(c.gate_lower_bound)),
+        "attn.g": Traits(c.hidden_size, fine=True, slope=_sigmoid(c.gate_lower_bound), coarse=False),
         "attn.beta": Traits(c.hidden_size, slope=_sigmoid(1.0)),
         "attn.state": Traits(c.linear_head_dim, fine=True, time=False, kinked=True),
         "attn.conv_state": Traits(c.hidden_size, time=False),
         "indexer.pool_keys": Traits(c.index_kpool, time=False),
-        "indexer.scores": Traits(c.index_n_heads * c.index_head_dim, fine=True, kinked=True),
-        "router.logits": Traits(c.hidden_size, widen=math.sqrt(c.hidden_size), fine=True),
-        "logits": Traits(c.hidden_size, widen=math.sqrt(c.hidden_size)),
+        "indexer.scores": Traits(c.index_n_heads * c.index_head_dim, fine=True, kinked=True, coarse=False),
+        "router.logits": Traits(c.hidden_size, widen=math.sqrt(c.hidden_size), fine=True, coarse=False),
+        "logits": Traits(c.hidden_size, widen=math.sqrt(c.hidden_size), coarse=False),
     }
     if tap == "mtp.logits":
         return Traits(c.hidden_size)  # its step begins at z: bf16 rounding outweighs the sums
@@ -104,8 +105,10 @@ def traits(config: TextConfig, tap: str) -> Traits:
     if "_hc." in leaf:
         slopes = {"pre": _sigmoid(1.0), "post": _sigmoid(2.0), "comb": None}
         part = leaf.split(".")[1]
-        return Traits(site, widen=math.sqrt(site), fine=part == "pre", slope=slopes[part])
-    if leaf in ("router.weights", "final.hidden", "mid", "out"):
+        return Traits(site, widen=math.sqrt(site), fine=part == "pre", slope=slopes[part], coarse=False)
+    if leaf == "router.weights":
+        return Traits(ELEMENTARY, coarse=False)
+    if leaf in ("final.hidden", "mid", "out"):
         return Traits(ELEMENTARY)
     return Traits(wide)
 

@@ -103,7 +103,7 @@ class Run:
 
     def rows(self) -> Iterator[TapRow]:
         for node in self.owner.nodes:
-            outputs = [name for name in node.outputs if name in self.held]
+            outputs = [name for name in node.outputs if name in self.held and self.held[name].size]
             if not outputs:
                 continue
             yield from self._remembered(node, outputs)
@@ -186,6 +186,7 @@ class Run:
             t.fine,
             t.slope,
             t.kinked,
+            t.coarse,
         )
 
     @staticmethod
@@ -223,7 +224,7 @@ class Run:
         A tap so wide that its samples would not fit gets fewer of them: it has elements enough to pool over.
         """
         size = max(self.trace.taps[name].size for name in outputs)
-        count = min(self.owner.samples, max(4, _MOST // size))
+        count = min(self.owner.samples, max(4, _MOST // max(size, 1)))
         centres = node.run(self.model, *(self._value(self.exact, name) for name in node.inputs))
         parts: list[tuple[np.ndarray, ...]] = []
         step = max(1, min(count, _AT_ONCE // max(size, 1)))

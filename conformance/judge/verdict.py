@@ -164,6 +164,7 @@ def _result(
     block = drafts.order(owner.config) if _has_drafts(trace) else []
     known = [*(name for name in owner.order if not name.endswith("attn.u")), *block]
     compared = {row.tap for row in rows if row.compared > 0}
+    compared |= {name for name in known if name in trace.taps and trace.taps[name].size == 0}
     shown = {row.name for row in tensors}
     weights = bits.weights(checkpoint, drafts=bool(block))
     judged_nothing = not any(row.compared for row in rows)
