@@ -153,7 +153,7 @@ def test_one_launch_gives_the_bits_of_two_and_of_itself(R: int, D: int, I: int, 
 
 def test_experts_of_other_ranks_add_nothing() -> None:
     D, I, E, k, R = 256, 128, 12, 4, 5  # noqa: E741
-    whole, weights = bank(E, D, I, seed=18)
+    _, weights = bank(E, D, I, seed=18)
     x, ids = values("normal", R, D, seed=19), choices(R, k, E, seed=20)
     share = torch.rand(R, k, generator=cases.generator(21), device=CUDA)
     total, parts = torch.zeros(R, D, dtype=torch.float64, device=CUDA), []
