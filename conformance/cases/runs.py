@@ -14,8 +14,7 @@ from conformance.trace import Schedule
 DECODED = 16
 TEXT = (
     "The keeper of the lighthouse wrote every evening at the same hour: wind from the north-west, sea moderate, two "
-    "sails toward Höfn, lamp trimmed. In forty years he missed one line. „Nichts gesehen“, steht dort — and nothing "
-    "more. x = [3, 1, 4, 1, 5]; print(sorted(x)[-1])"
+    "sails toward Höfn. In forty years he missed one line. „Nichts gesehen“, steht dort — x = [3, 1, 4][-1]"
 )
 
 
