@@ -37,7 +37,8 @@ def exp(x: np.ndarray) -> np.ndarray:
     r = high - low
     tail = np.full_like(r, _EXP_TAIL[0])
     for c in _EXP_TAIL[1:]:
-        tail = tail * r + c
+        tail *= r
+        tail += c
     y = 1.0 + (high - (low - r * r * tail))
     k = k.astype(np.int64)
     half = k >> 1
@@ -96,15 +97,20 @@ def total(x: np.ndarray, axis: int = -1) -> np.ndarray:
 
     Appending zeros changes no bit of the result. A zero sum is +0.0; an empty axis gives zeros.
     """
-    x = np.moveaxis(np.asarray(x, np.float64), axis, 0)
+    x = np.asarray(x, np.float64)
+    axis = range(x.ndim)[axis]
+    if axis:
+        x = x.transpose(axis, *range(axis), *range(axis + 1, x.ndim))
     if len(x) == 0:
         return np.zeros(x.shape[1:])
     with np.errstate(invalid="ignore", over="ignore"):
         while len(x) > 1:
-            even = x[0::2]
-            paired = even.copy()
-            paired[: len(x) // 2] += x[1::2]
-            x = paired
+            if len(x) % 2:
+                even = x[0::2].copy()
+                even[:-1] += x[1::2]
+                x = even
+            else:
+                x = x[0::2] + x[1::2]
         return _one_nan(x[0] + 0.0)
 
 

@@ -21,6 +21,7 @@ _DEPTH = 8  # slices per operand before a row or column counts as wide
 _KEPT = 1 << 21  # elements of a right operand up to which its slices are kept
 _BLOCK = 1 << 20  # elements of a larger one that are cut at a time
 _WORK = 1 << 22  # elements of a result worked out at a time
+_MILD = 250  # exponents smaller than this, on both sides, scale a result in two exact steps
 
 
 def slice_bits(k: int) -> int:
@@ -42,6 +43,10 @@ def _largest(x: np.ndarray, axis: int) -> np.ndarray:
 def _exponent(top: np.ndarray) -> np.ndarray:
     """int64 e >= -999 with top < 2^e; the floor keeps s - e a float64 exponent."""
     return np.maximum((top.view(np.int64) >> 52) - 1022, -999)
+
+
+def _mild(e: np.ndarray) -> bool:
+    return int(e.max(initial=0)) < _MILD and int(e.min(initial=0)) > -_MILD
 
 
 def _lost(x: np.ndarray, e: np.ndarray, s: int, axis: int) -> np.ndarray:
@@ -98,6 +103,9 @@ class Sliced:
             if b.size <= _KEPT:
                 self._kept = slices
         self.count = max((count for _, count in self._blocks), default=1)
+        self.any_wide = bool(self.wide.any())
+        self.shift = self.exponent - 2 * self.bits
+        self.unit = _pow2(self.shift) if _mild(self.shift) else None  # 2^shift, where no product needs more care
 
     @classmethod
     def of_weight(cls, w: np.ndarray) -> Sliced:
@@ -164,7 +172,8 @@ def product(a: np.ndarray, b: np.ndarray | Sliced, *, odd: bool = False) -> np.n
     if len(right.shape) == 2 and rows > 32 and rows * right.n > _WORK:
         step = max(32, _WORK // right.n)
         return np.concatenate([product(a[i : i + step], right, odd=odd) for i in range(0, rows, step)])
-    out_shape = (*np.broadcast_shapes(a.shape[:-2], right.shape[:-2]), rows, right.n)
+    lead = np.broadcast_shapes(a.shape[:-2], right.shape[:-2]) if a.ndim > 2 or len(right.shape) > 2 else ()
+    out_shape = (*lead, rows, right.n)
     if 0 in out_shape or right.k == 0:
         return np.zeros(out_shape)
     clean, top = a, _largest(a, -1)
@@ -175,9 +184,8 @@ def product(a: np.ndarray, b: np.ndarray | Sliced, *, odd: bool = False) -> np.n
     q = right.bits + 1
     slices, left = _cut(clean * _pow2(right.bits - e), q)
     wide = _lost(clean, e, right.bits, -1) | _left(left, slices, -1)
-    limbs = _limbs(slices, right, out_shape)
-    out = _assemble(limbs, q, e + (right.exponent - 2 * right.bits), odd)
-    if wide.any() or right.wide.any():
+    out = _assemble(_limbs(slices, right, out_shape), q, e, right, odd)
+    if right.any_wide or wide.any():
         _finish_wide(out, clean, right, wide, odd)
     if clean is not a or right.special is not None:
         _finish_special(out, a, right)
@@ -192,10 +200,15 @@ def _limbs(slices: list[np.ndarray], right: Sliced, shape: tuple[int, ...]) -> n
     """
     count, q = len(slices), right.bits + 1
     stacked = np.concatenate(slices, axis=-2) if count > 1 else slices[0]
-    limbs = np.zeros((count + right.count - 1, *shape))
+    lead = len(shape) - 2
+    limbs = np.zeros((count + right.count - 1, *shape) if len(right._kept) != 1 else 0)
     for cols, j, weight in right.slices():
         got = np.matmul(stacked, weight)
-        parts = np.moveaxis(got.reshape(*got.shape[:-2], count, shape[-2], -1), -3, 0)
+        parts = got.reshape(*got.shape[:-2], count, shape[-2], -1)
+        if lead:
+            parts = parts.transpose(lead, *range(lead), lead + 1, lead + 2)
+        if len(right._kept) == 1:
+            return parts
         if min(count, right.count) > 4:
             carry = np.rint(parts * 2.0**-q)
             top = 0 if j else 1  # limb 0 has nothing above it and takes one product only
@@ -206,8 +219,8 @@ def _limbs(slices: list[np.ndarray], right: Sliced, shape: tuple[int, ...]) -> n
     return limbs
 
 
-def _assemble(limbs: np.ndarray, q: int, scale: np.ndarray, odd: bool) -> np.ndarray:
-    """round(sum_g limbs[g] * 2^(scale - q g)), once. Destroys `limbs`.
+def _assemble(limbs: np.ndarray, q: int, e: np.ndarray, right: Sliced, odd: bool) -> np.ndarray:
+    """round(sum_g limbs[g] * 2^(e + right.shift - q g)), once. Destroys `limbs`.
 
     Carries make every limb but the first at most 2^(q-1) in size. Two such limbs form one exact float64; these are
     added from the top by two-sums until the running sum no longer fits 53 bits (`low` != 0), after which only the
@@ -218,17 +231,19 @@ def _assemble(limbs: np.ndarray, q: int, scale: np.ndarray, odd: bool) -> np.nda
         limbs[1:] -= carry * 2.0**q
         limbs[:-1] += carry
     for g in range(len(limbs) - 1, 0, -1):
-        carry = np.rint(limbs[g] * 2.0**-q)
+        carry = limbs[g] * 2.0**-q
+        np.rint(carry, out=carry)
         limbs[g - 1] += carry
         carry *= 2.0**q
         limbs[g] -= carry
     high = limbs[0] + 0.0
-    low = np.zeros_like(high)
-    rest = np.zeros_like(high)
+    low = rest = np.zeros_like(high)
     for g in range(1, len(limbs), 2):
-        term = limbs[g] * 2.0 ** (-q * g)
+        term = limbs[g]
+        term *= 2.0 ** (-q * g)
         if g + 1 < len(limbs):
-            term += limbs[g + 1] * 2.0 ** (-q * (g + 1))
+            limbs[g + 1] *= 2.0 ** (-q * (g + 1))
+            term += limbs[g + 1]
         added = high + term
         back = added - high
         error = (high - (added - back)) + (term - back)
@@ -240,17 +255,19 @@ def _assemble(limbs: np.ndarray, q: int, scale: np.ndarray, odd: bool) -> np.nda
         high = np.where(closed, high, added)
         low = np.where(closed, low, error)
     high += 0.0
-    # E.g. high + low with low half a unit: the two-sum went to even; a remainder on low's side moves it on.
-    beyond = high + 2 * low
-    nearest = np.where((beyond - high == 2 * low) & (rest * low > 0), beyond, high) if rest.any() else high
-    safe = int(scale.min()) > -500 and int(scale.max()) < 900
-    if safe and not odd:
-        return nearest * _pow2(scale)
-    bits = high.view(np.int64)
-    step = np.where((low > 0) == (high > 0), 1, -1)
-    to_odd = np.where((low != 0) & ((bits & 1) == 0), bits + step, bits).view(np.float64)
-    if safe:
-        return to_odd * _pow2(scale)
+    nearest = to_odd = high
+    if rest.any():
+        # E.g. high + low with low half a unit: the two-sum went to even; a remainder on low's side moves it on.
+        beyond = high + 2 * low
+        nearest = np.where((beyond - high == 2 * low) & (rest * low > 0), beyond, high)
+    unit = right.unit if _mild(e) else None
+    if odd or unit is None:
+        bits = high.view(np.int64)
+        step = np.where((low > 0) == (high > 0), 1, -1)
+        to_odd = np.where((low != 0) & ((bits & 1) == 0), bits + step, bits).view(np.float64)
+    if unit is not None:
+        return (to_odd if odd else nearest) * _pow2(e) * unit
+    scale = e + right.shift
     first = np.clip(scale, -600, 600)
     second = np.clip(scale - first, -1022, 1023)
     with np.errstate(over="ignore", under="ignore"):
