@@ -29,8 +29,8 @@ from reference.model import TextModel
 from reference.mtp import Block, Speculation
 from reference.ranks import ShardedModel
 
-Script = Callable[[Sequence[int], int], list[int]]
-"""(the true tokens of a round, its number) -> the drafts to verify, as many."""
+Script = Callable[[Sequence[int], int], list[int] | None]
+"""(the true tokens of a round, its number) -> the drafts to verify, as many; None leaves the block its own."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,11 @@ def wrong_in_turn(vocab: int) -> Script:
     return lambda truth, number: wrong_at(number % (len(truth) + 1), vocab)(truth, number)
 
 
+def every_other(script: Script) -> Script:
+    """The block's own drafts in even rounds, those of `script` in odd ones, which it sees numbered 0, 1, 2, .."""
+    return lambda truth, number: script(truth, number // 2) if number % 2 else None
+
+
 class Runner(Protocol):
     """One engine on one checkpoint."""
 
@@ -100,7 +105,7 @@ class Runner(Protocol):
         """One token at a time; the block reads along."""
 
     def drafted(self, prompt: Sequence[int], truth: Sequence[int], K: int, script: Script | None) -> Outcome:
-        """As many tokens as `truth`, the plain ones, with K drafts a round: the block's own, or those of a script."""
+        """As many tokens as `truth`, the plain ones, with K drafts a round, chosen by the script, if any."""
 
 
 class FastRunner:
@@ -140,12 +145,12 @@ class Scripted(Generator):
 
     def propose(self, count: int, tap: Any = None) -> tuple[list[int], list[Tensor]]:
         expected = list(self.truth[self.given : self.given + count])
-        if self.script is None:
+        scripted = None if self.script is None else self.script(expected, len(self.rounds))
+        if scripted is None:
             drafts, shares = super().propose(count, tap)
         else:
-            drafts = self.script(expected, len(self.rounds))
             vocab = self.target.config.text.vocab_size
-            shares = [one_hot(torch.tensor(token), vocab).double() for token in drafts]
+            drafts, shares = scripted, [one_hot(torch.tensor(token), vocab).double() for token in scripted]
         self.rounds.append(Round(len(drafts), leading(drafts, expected), -1))
         return drafts, shares
 

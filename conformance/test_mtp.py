@@ -1,6 +1,7 @@
 """Drafts change nothing: tokens and every final state of speculative decoding are those of plain decoding, bit for bit.
 
-A part of the matrix here; all of it, 200 tokens long, with `-m slow` (`tox -e mtp`).
+A part of the matrix here; all of it, 200 tokens long, with `-m slow` (`tox -e mtp`). There every cell is one text in
+which rounds of the block's own drafts alternate with rounds whose drafts are wrong at each position in turn.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from conformance.speculation import (
     Outcome,
     ReferenceRunner,
     Runner,
+    every_other,
     fast_runner,
     sometimes_right,
     wrong_in_turn,
@@ -30,8 +32,9 @@ from reference.checkpoint import open_checkpoint
 
 GEOMETRIES, EXPORTS = ("tiny", "odd"), ("nvidia", "libertai")
 SCRIPTS = ("own", "right-0.6", "wrong-in-turn")
+BOTH = "taking-turns"
 PROMPT = 27
-SHORT, LONG = 24, 200
+SHORT, LONG = 20, 200
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,12 @@ def check(place: Place, K: int, script: str, count: int) -> None:
     """The verdict; and that the rounds were what the script meant them to be."""
     prompt, expected = plain(place, count)
     vocab = runner(place).vocab
-    scripts = {"own": None, "right-0.6": sometimes_right(0.6, K, vocab), "wrong-in-turn": wrong_in_turn(vocab)}
+    scripts = {
+        "own": None,
+        "right-0.6": sometimes_right(0.6, K, vocab),
+        "wrong-in-turn": wrong_in_turn(vocab),
+        "taking-turns": every_other(wrong_in_turn(vocab)),
+    }
     found = runner(place).drafted(prompt, expected.tokens, K, scripts[script])
     print(place, f"K={K}", script, f"{len(found.rounds)} rounds, (tried, accepted)", found.acceptance())
     assert found.tokens == expected.tokens
@@ -107,41 +115,50 @@ def check(place: Place, K: int, script: str, count: int) -> None:
     assert sum(one.accepted + 1 for one in found.rounds) == count - 1
     assert all(one.accepted == one.right for one in found.rounds)
     assert max(one.tried for one in found.rounds) == K
-    if script == "wrong-in-turn":
-        whole = [one for one in found.rounds if one.tried == K]
+    if script in ("wrong-in-turn", "taking-turns"):
+        forced = found.rounds[1::2] if script == "taking-turns" else found.rounds
+        whole = [one for one in forced if one.tried == K]
+        assert len(whole) > K or count == SHORT
         assert [one.accepted for one in whole] == [number % (K + 1) for number in range(len(whole))]
     if script == "right-0.6":
         assert 0 < sum(one.accepted for one in found.rounds) < sum(one.tried for one in found.rounds)
 
 
 def cases(rows):
-    """Parametrisation by (place, K), every script."""
+    """Parametrisation by (place, K, script). What one place decodes plainly is used by one worker."""
     params = [
-        pytest.param(place, K, script, id=f"{place}-K{K}-{script}", marks=[pytest.mark.gpu] if gpu else [])
-        for place, K in rows
-        for script in SCRIPTS
-        for gpu in (place.device == "cuda",)
+        pytest.param(
+            *(place, K, script),
+            id=f"{place}-K{K}-{script}",
+            marks=[pytest.mark.xdist_group(str(place))] + [pytest.mark.gpu] * (place.device == "cuda"),
+        )
+        for place, K, script in rows
     ]
     return pytest.mark.parametrize(("place", "K", "script"), params)
 
 
 PART = [
-    (Place("fast", "odd", "nvidia"), 4),
-    (Place("fast", "tiny", "libertai"), 2),
-    (Place("fast", "odd", "libertai", tp=2, ep=2), 3),
-    (Place("reference", "odd", "libertai"), 3),
-    (Place("reference", "odd", "nvidia", tp=1, ep=3), 2),
+    *((Place("fast", "odd", "nvidia"), 4, script) for script in SCRIPTS),
+    (Place("fast", "tiny", "libertai"), 2, BOTH),
+    (Place("fast", "odd", "libertai", tp=2, ep=2), 3, BOTH),
+    (Place("reference", "odd", "libertai"), 3, BOTH),
 ]
 # The packed dense MLP of odd-nvidia has 80 columns, which two ranks cannot divide at block boundaries.
 WHOLE = [
-    (Place(engine, geometry, export, *mesh), K)
-    for engine in ("fast", "reference")
+    (Place(engine, geometry, export, *mesh), K, BOTH)
+    for engine in ("reference", "fast")
+    for ranks in ("several", "one")
     for geometry in GEOMETRIES
     for export in EXPORTS
-    for mesh in ((1, 1), (1, 3) if (geometry, export) == ("odd", "nvidia") else (2, 2))
+    for mesh in ((1, 1) if ranks == "one" else (1, 3) if (geometry, export) == ("odd", "nvidia") else (2, 2),)
     for K in (1, 2, 3, 4)
 ]
-CUDA = [(Place("fast", geometry, "nvidia", device="cuda"), K) for geometry in GEOMETRIES for K in (1, 2, 3, 4)]
+CUDA = [
+    (Place("fast", geometry, "nvidia", device="cuda"), K, script)
+    for geometry in GEOMETRIES
+    for K in (1, 2, 3, 4)
+    for script in SCRIPTS
+]
 
 
 @cases(PART)
