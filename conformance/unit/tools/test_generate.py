@@ -10,11 +10,11 @@ import pytest
 
 from conformance import checkpoints
 from conformance.checkpoints.shared import shared
+from conformance.unit.tools.command import glm53
 from fast.model import TextModel as FastModel
 from reference.checkpoint import open_checkpoint
 from reference.model import TextModel as ReferenceModel
 from tools import generate
-from tools.cli import main
 
 TEXT = "Höfn, 1911"
 ENGINES = ("fast", "reference")
@@ -23,11 +23,7 @@ NEW = 7
 
 def run(*arguments, directory=None):
     """Exit status of `glm53 generate`, by default on the `odd` checkpoint."""
-    try:
-        main(["generate", str(directory or shared("nvidia", "odd")), *map(str, arguments)])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    return glm53("generate", str(directory or shared("nvidia", "odd")), *map(str, arguments))
 
 
 def plain(engine, prompt=TEXT, directory=None):
@@ -130,6 +126,8 @@ def test_tokens_come_from_a_file_and_one_token_has_no_rate(tmp_path, capsys):
         (("--prompt", "x", "--max-new", 2, "--temperature", "-0.5"), "--temperature -0.5"),
         (("--prompt", "x", "--max-new", 2, "--temperature", "nan"), "--temperature nan"),
         (("--prompt", "x", "--max-new", 2, "--engine", "reference", "--device", "cuda"), "reference has no devices"),
+        (("--prompt", "", "--max-new", 2), "--prompt: gives no token"),
+        (("--prompt", "x", "--max-new", 2, "--mtp", "two"), "Invalid value for '--mtp'"),
         (("--max-new", 2), "give either --tokens FILE or --prompt TEXT"),
         (("--tokens", "nowhere.txt", "--max-new", 2), "nowhere.txt: cannot be read"),
     ],
@@ -142,10 +140,79 @@ def test_bad_usage_is_one_line_and_status_2(capsys, arguments, message):
     assert out.out == ""
 
 
-def test_a_token_outside_the_vocabulary_is_named(tmp_path, capsys):
-    (tmp_path / "t.txt").write_text("1 2 257")
-    assert run("--tokens", tmp_path / "t.txt", "--max-new", 2) == 2
-    assert "id 257 at position 2, expected 0 to 256" in capsys.readouterr().err
+LIMITED = 16
+"""Positions of a model that has few."""
+
+
+@pytest.fixture(scope="module")
+def short_context(tmp_path_factory):
+    place = tmp_path_factory.mktemp("short") / "c"
+    return checkpoints.make(place, "nvidia", "odd", config={"max_position_embeddings": LIMITED})
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("content", "new", "message"),
+    [
+        ("1 2 257", 2, "id 257 at position 2, expected 0 to 256"),
+        ("1 -1", 2, "id -1 at position 1, expected 0 to 256"),
+        ("", 2, "t.txt: holds no token"),
+        ("1 2", 0, "--max-new 0: expected at least 1"),
+        ("1 2", -3, "--max-new -3: expected at least 1"),
+        ("7 " * LIMITED, 1, f"--max-new 1: the model has {LIMITED} positions, the input takes {LIMITED}"),
+        ("7 " * (LIMITED + 9), 1, f"the model has {LIMITED} positions, the input takes {LIMITED + 9}"),
+        ("7 " * 10, 7, f"--max-new 7: the model has {LIMITED} positions, the input takes 10"),
+    ],
+)
+def test_bad_input_is_named_whatever_continues_it(
+    short_context, tmp_path, capsys, engine, drafts, content, new, message
+):
+    (tmp_path / "t.txt").write_text(content)
+    asked = ("--engine", engine, "--mtp", drafts, "--tokens", tmp_path / "t.txt", "--max-new", new)
+    assert run(*asked, directory=short_context) == 2
+    out = capsys.readouterr()
+    assert message in out.err
+    assert len(out.err.strip().splitlines()) == 1
+    assert out.out == ""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_more_drafts_than_tokens_are_wanted(short_context, tmp_path, engine):
+    """A round never makes more tokens than are asked for, so the last position of the context can be reached."""
+    file = tmp_path / "g.json"
+    asked = ("--engine", engine, "--prompt", "0123456789", "--json", file, "--quiet")
+    found = {}
+    for drafts in (0, 7):
+        for new in (2, 6):
+            assert run(*asked, "--max-new", new, "--mtp", drafts, directory=short_context) == 0
+            found[drafts, new] = json.loads(file.read_text())
+    for new in (2, 6):
+        assert len(found[7, new]["tokens"]) == new
+        assert found[7, new]["tokens"] == found[0, new]["tokens"]
+        assert len(found[7, new]["drafts_tried"]) == new - 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "drafts", "message"),
+    [
+        ("fast", -1, "--mtp -1: expected 0 to 7"),
+        ("fast", 9, "--mtp 9: expected 0 to 7"),
+        ("reference", -1, "--mtp -1: expected 0 or more"),
+    ],
+)
+def test_a_number_of_drafts_that_no_round_has(capsys, tmp_path, engine, drafts, message):
+    """In `generate`, and in `trace` by the engine's own word."""
+    assert run("--engine", engine, "--prompt", "x", "--max-new", 2, "--mtp", drafts) == 2
+    assert message in capsys.readouterr().err
+    out = tmp_path / "a.trace"
+    asked = ["--engine", engine, "--prompt", TEXT, "--mtp", str(drafts), "--out", str(out)]
+    assert glm53("trace", str(shared("nvidia", "odd")), *asked) == 2
+    said = capsys.readouterr().err
+    assert str(drafts) in said
+    assert message.partition("expected ")[2] in said
+    assert len(said.strip().splitlines()) == 1
+    assert not out.exists()
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +229,8 @@ def test_drafts_need_a_block(without_a_block, capsys, tmp_path, engine):
     assert run(*asked, "--mtp", 2, directory=without_a_block) == 2
     assert "num_nextn_predict_layers" in capsys.readouterr().err
     out = tmp_path / "a.trace"
-    with pytest.raises(SystemExit) as stop:
-        main(["trace", str(without_a_block), "--engine", engine, "--prompt", TEXT, "--mtp", "1", "--out", str(out)])
-    assert stop.value.code == 2
+    assert (
+        glm53("trace", str(without_a_block), "--engine", engine, "--prompt", TEXT, "--mtp", "1", "--out", str(out)) == 2
+    )
     assert "num_nextn_predict_layers" in capsys.readouterr().err
     assert not out.exists()
