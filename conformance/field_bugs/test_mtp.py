@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from conformance.checkpoints.edit import read_tensors, write_tensors
-from conformance.checkpoints.shared import copy_of
+from conformance.checkpoints.shared import copy_of, shared
+from conformance.speculation import ReferenceRunner, Runner, fast_runner, wrong_at
 from conformance.unit.fast.runs import Taps
 from fast.generate import Generator
 from fast.model import TextModel
@@ -81,3 +82,36 @@ def test_fb113_drafts_pass_on_what_the_norm_gave(tmp_path, side: Callable[[Path]
     for hidden in later:
         size = float(np.sqrt((np.asarray(hidden, np.float64) ** 2).mean()))
         assert FACTOR / np.sqrt(1 + 100 * eps) <= size <= FACTOR * (1 + width * 2.0**-24)
+
+
+RUNNERS: dict[str, Callable[[Path], Runner]] = {
+    "reference": lambda directory: ReferenceRunner(open_checkpoint(directory)),
+    "fast": fast_runner,
+}
+
+
+@pytest.mark.parametrize("engine", RUNNERS)
+def test_fb120_three_drafts_of_which_one_is_right(engine):
+    """By rounds of verification: 20 tokens and every state are those of plain decoding."""
+    runner = RUNNERS[engine](shared("nvidia", "odd"))
+    prompt = np.random.default_rng(120).integers(0, runner.vocab, 21).tolist()
+    plain = runner.plain(prompt, 20)
+    found = runner.drafted(prompt, plain.tokens, 3, wrong_at(1, runner.vocab))
+    assert {one.accepted for one in found.rounds if one.tried == 3} == {1}
+    assert found.tokens == plain.tokens
+    assert found.same_states(plain) == []
+
+
+@pytest.mark.parametrize("engine", RUNNERS)
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_fb94_a_pool_of_rejected_drafts_is_not_kept(engine, wrong):
+    """The last token of a pool's eight is drafted and rejected in turn: pool keys and tails are those of the text."""
+    runner = RUNNERS[engine](shared("libertai", "odd"))
+    prompt = np.random.default_rng(94).integers(0, runner.vocab, 6).tolist()
+    plain = runner.plain(prompt, 7)
+    found = runner.drafted(prompt, plain.tokens, 4, wrong_at(wrong, runner.vocab))
+    pooled = [name for name in found.states if "pool" in name or "tail" in name]
+    assert pooled
+    assert any(len(found.states[name]) for name in pooled if "pool" in name)
+    assert found.tokens == plain.tokens
+    assert found.same_states(plain) == []
