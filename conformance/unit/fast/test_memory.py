@@ -298,5 +298,5 @@ def test_source_of_a_plan():
     assert from_files[2] == from_shapes[2] == geometry("tiny").gate_rank
     strip = {name: (t.dtype, t.shape) for name, t in from_files[1].items()}
     assert strip == {name: (t.dtype, t.shape) for name, t in from_shapes[1].items()}
-    with pytest.raises(UsageError, match="--export None"):
+    with pytest.raises(UsageError, match="--export: missing"):
         source(None, None, "full")

@@ -14,19 +14,11 @@ from conformance.checkpoints.shared import shared
 from conformance.engines import registry
 from conformance.files import write_whole
 from conformance.trace import Schedule, Trace
+from conformance.unit.tools.command import glm53
 from tools import make_checkpoint, output, plan
 from tools.cli import COMMANDS, LazyGroup, app, main
 
 IDS = np.arange(9)
-
-
-def run(*arguments):
-    """Exit status of `glm53`."""
-    try:
-        main([str(word) for word in arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 def told(capsys):
@@ -72,7 +64,7 @@ def made(directory):
     ],
 )
 def test_arguments_that_cannot_be_parsed_are_one_line(arguments, capsys):
-    assert run(*arguments) == 2
+    assert glm53(*arguments) == 2
     assert told(capsys).startswith("glm53: ")
 
 
@@ -83,7 +75,7 @@ def test_every_command_is_there_and_its_help_has_an_example(name, capsys):
     if hasattr(module, "app"):
         words += [(name, sub) for sub in get_group(module.app).commands]
     for command in words:
-        assert run(*command, "--help") == 0
+        assert glm53(*command, "--help") == 0
         assert f"Example: glm53 {name}" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
@@ -125,12 +117,12 @@ def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, tmp_path, erro
         raise error
 
     monkeypatch.setattr(make_checkpoint.checkpoints, "make", refuse)
-    assert run("make-checkpoint", tmp_path / "c", "--export", "nvidia", "--geometry", "odd") == 2
+    assert glm53("make-checkpoint", tmp_path / "c", "--export", "nvidia", "--geometry", "odd") == 2
     assert message in told(capsys)
 
 
 def test_a_name_that_no_file_can_have_is_one_line(capsys):
-    assert run("make-checkpoint", "a" * 300, "--export", "nvidia", "--geometry", "odd") == 2
+    assert glm53("make-checkpoint", "a" * 300, "--export", "nvidia", "--geometry", "odd") == 2
     assert "File name too long" in told(capsys)
 
 
@@ -156,7 +148,7 @@ def test_an_interrupted_command_leaves_nothing_and_says_so(monkeypatch, capsys, 
             return None
 
     monkeypatch.setattr(make_checkpoint, "byte_bar", lambda *args: Bar())
-    assert run("make-checkpoint", tmp_path / "c", "--export", "nvidia", "--geometry", "odd") == 130
+    assert glm53("make-checkpoint", tmp_path / "c", "--export", "nvidia", "--geometry", "odd") == 130
     assert told(capsys) == "glm53: interrupted"
     assert list(tmp_path.iterdir()) == []
 
@@ -219,7 +211,7 @@ def test_a_file_name_of_the_greatest_length_can_be_written(tmp_path):
 )
 def test_a_result_with_no_place_is_refused_before_any_work(tmp_path, capsys, command, where, message):
     (tmp_path / "file").write_text("")
-    assert run(*(word.format(tmp_path) for word in command), "--json", tmp_path / where) == 2
+    assert glm53(*(word.format(tmp_path) for word in command), "--json", tmp_path / where) == 2
     assert message.format(tmp_path / where) in told(capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -227,7 +219,7 @@ def test_a_result_with_no_place_is_refused_before_any_work(tmp_path, capsys, com
 @pytest.mark.parametrize("where", ["no/x", "file/x", "file"])
 def test_goldens_with_no_place_are_refused_before_any_is_made(tmp_path, capsys, where):
     (tmp_path / "file").write_text("")
-    assert run("golden", "regen", "--reason", "x", "--directory", tmp_path / where) == 2
+    assert glm53("golden", "regen", "--reason", "x", "--directory", tmp_path / where) == 2
     assert f"--directory {tmp_path / where}: cannot be written" in told(capsys)
 
 
@@ -257,7 +249,7 @@ def test_names_from_files_cannot_steer_the_terminal():
 @pytest.mark.parametrize("word", ["1_000", "\u0661", "0x10", "1.0", "9" * 5000])
 def test_only_plain_integers_are_tokens(directory, tmp_path, capsys, word):
     (tmp_path / "t").write_text(f"3\n{word}\n")
-    assert run("trace", directory, "--tokens", tmp_path / "t", "--out", tmp_path / "o") == 2
+    assert glm53("trace", directory, "--tokens", tmp_path / "t", "--out", tmp_path / "o") == 2
     line = told(capsys)
     assert "t: line 2: " in line
     assert len(line) < 400
@@ -268,15 +260,15 @@ def test_an_array_larger_than_memory_or_than_64_bits_is_refused(directory, tmp_p
     header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (99999999999999,), }"
     (tmp_path / "b.npy").write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", 118) + header.ljust(117) + b"\n")
     for name, message in (("a", "does not fit 64 bits"), ("b", "not a .npy array")):
-        assert run("trace", directory, "--tokens", tmp_path / f"{name}.npy", "--out", tmp_path / "o") == 2
+        assert glm53("trace", directory, "--tokens", tmp_path / f"{name}.npy", "--out", tmp_path / "o") == 2
         assert message in told(capsys)
 
 
 def test_bytes_of_the_command_line_that_are_no_utf8_are_ids(directory, tmp_path, capsys):
     prompt = os.fsdecode(b"a\xff")
-    assert run("trace", directory, "--prompt", prompt, "--taps", "logits", "--out", tmp_path / "o", "--quiet") == 0
+    assert glm53("trace", directory, "--prompt", prompt, "--taps", "logits", "--out", tmp_path / "o", "--quiet") == 0
     assert Trace.load(tmp_path / "o").tokens.tolist() == [97, 255]
-    assert run("trace", directory, "--prompt", "\ud800", "--out", tmp_path / "p") == 2
+    assert glm53("trace", directory, "--prompt", "\ud800", "--out", tmp_path / "p") == 2
     assert "--prompt: not UTF-8" in told(capsys)
 
 
@@ -297,7 +289,7 @@ def test_bytes_of_the_command_line_that_are_no_utf8_are_ids(directory, tmp_path,
 )
 def test_an_option_of_an_engine_is_checked_before_it_reaches_it(directory, tmp_path, capsys, engine, option, message):
     arguments = ("--engine", engine, "--prompt", "x", *option, "--out", tmp_path / "o")
-    assert run("trace", directory, *arguments) == 2
+    assert glm53("trace", directory, *arguments) == 2
     assert message in told(capsys)
 
 
@@ -311,7 +303,7 @@ def test_an_option_of_an_engine_is_checked_before_it_reaches_it(directory, tmp_p
     ],
 )
 def test_a_seed_that_another_seed_would_repeat_is_refused(tmp_path, capsys, command, seed):
-    assert run(*(word.format(tmp_path) for word in command), "--seed", seed) == 2
+    assert glm53(*(word.format(tmp_path) for word in command), "--seed", seed) == 2
     assert f"--seed {seed}: expected 0 to" in told(capsys)
 
 
@@ -326,7 +318,7 @@ def test_a_seed_that_another_seed_would_repeat_is_refused(tmp_path, capsys, comm
     ],
 )
 def test_a_continuation_that_cannot_be_is_refused(directory, capsys, options, message):
-    assert run("generate", directory, "--prompt", "hi", *options) == 2
+    assert glm53("generate", directory, "--prompt", "hi", *options) == 2
     assert message in told(capsys)
 
 
@@ -341,12 +333,12 @@ def test_a_continuation_that_cannot_be_is_refused(directory, capsys, options, me
     ],
 )
 def test_a_plan_of_nothing_is_refused(capsys, options, message):
-    assert run("plan", "--geometry", "odd", *options) == 2
+    assert glm53("plan", "--geometry", "odd", *options) == 2
     assert message in told(capsys)
 
 
 def test_the_default_context_is_no_longer_than_the_model_has(tmp_path):
-    assert run("plan", "--geometry", "odd", "--export", "nvidia", "--quiet", "--json", tmp_path / "p") == 0
+    assert glm53("plan", "--geometry", "odd", "--export", "nvidia", "--quiet", "--json", tmp_path / "p") == 0
     assert json.loads((tmp_path / "p").read_text())["ranks"][0]["context"] == 4096
 
 
@@ -397,7 +389,7 @@ def test_a_trace_that_cannot_be_right_is_one_line_with_its_name(
     made, directory, tmp_path, capsys, change, message, check
 ):
     file = rewritten(made, tmp_path / "lie.trace", change)
-    assert run("diff", *(("--check",) if check else ()), file, "--checkpoint", directory) == 2
+    assert glm53("diff", *(("--check",) if check else ()), file, "--checkpoint", directory) == 2
     line = told(capsys)
     assert message in line
     assert line.startswith(f"glm53: {file}: ")
@@ -415,7 +407,7 @@ def test_a_trace_that_cannot_be_right_is_one_line_with_its_name(
 )
 def test_check_names_metadata_and_axes_that_lie(made, directory, tmp_path, capsys, change, message):
     file = rewritten(made, tmp_path / "lie.trace", change)
-    assert run("diff", "--check", file, "--checkpoint", directory) == 1
+    assert glm53("diff", "--check", file, "--checkpoint", directory) == 1
     out = capsys.readouterr().out
     assert message in out
     assert "not usable as it is" in out
@@ -424,5 +416,5 @@ def test_check_names_metadata_and_axes_that_lie(made, directory, tmp_path, capsy
 def test_check_takes_tokens_without_any_axis(made, directory, tmp_path, capsys):
     taps = made.taps | {"tokens": np.array(3, np.int32)}
     Trace(made.metadata, taps).save(tmp_path / "lie.trace")
-    assert run("diff", "--check", tmp_path / "lie.trace", "--checkpoint", directory) == 1
+    assert glm53("diff", "--check", tmp_path / "lie.trace", "--checkpoint", directory) == 1
     assert "tap tokens has 0 axes" in capsys.readouterr().out

@@ -17,9 +17,9 @@ from conformance.engines import registry
 from conformance.report import machine
 from conformance.taps import expected
 from conformance.trace import REQUIRED_METADATA, Schedule, Trace, validate
+from conformance.unit.tools.command import glm53
 from fast.model import TextModel
 from reference.checkpoint import open_checkpoint
-from tools.cli import main
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 COUNT = 12
@@ -28,11 +28,7 @@ CHUNKS = Schedule((5, 4), 3)
 
 def run(*arguments, command="diff"):
     """Exit status of a `glm53` command."""
-    try:
-        main([command, *map(str, arguments)])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    return glm53(command, *arguments)
 
 
 @pytest.fixture(scope="module")

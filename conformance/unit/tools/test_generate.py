@@ -23,7 +23,7 @@ NEW = 7
 
 def run(*arguments, directory=None):
     """Exit status of `glm53 generate`, by default on the `odd` checkpoint."""
-    return glm53("generate", str(directory or shared("nvidia", "odd")), *map(str, arguments))
+    return glm53("generate", directory or shared("nvidia", "odd"), *arguments)
 
 
 def plain(engine, prompt=TEXT, directory=None):
@@ -207,7 +207,7 @@ def test_a_number_of_drafts_that_no_round_has(capsys, tmp_path, engine, drafts, 
     assert message in capsys.readouterr().err
     out = tmp_path / "a.trace"
     asked = ["--engine", engine, "--prompt", TEXT, "--mtp", str(drafts), "--out", str(out)]
-    assert glm53("trace", str(shared("nvidia", "odd")), *asked) == 2
+    assert glm53("trace", shared("nvidia", "odd"), *asked) == 2
     said = capsys.readouterr().err
     assert str(drafts) in said
     assert message.partition("expected ")[2] in said
@@ -229,8 +229,6 @@ def test_drafts_need_a_block(without_a_block, capsys, tmp_path, engine):
     assert run(*asked, "--mtp", 2, directory=without_a_block) == 2
     assert "num_nextn_predict_layers" in capsys.readouterr().err
     out = tmp_path / "a.trace"
-    assert (
-        glm53("trace", str(without_a_block), "--engine", engine, "--prompt", TEXT, "--mtp", "1", "--out", str(out)) == 2
-    )
+    assert glm53("trace", without_a_block, "--engine", engine, "--prompt", TEXT, "--mtp", "1", "--out", out) == 2
     assert "num_nextn_predict_layers" in capsys.readouterr().err
     assert not out.exists()

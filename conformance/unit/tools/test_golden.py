@@ -14,8 +14,8 @@ import pytest
 from conformance.goldens import arm64, lanes, manifest, verify
 from conformance.goldens.case import Case, Item, Made
 from conformance.goldens.compare import elements, steps
+from conformance.unit.tools.command import glm53
 from reference import arithmetic
-from tools.cli import main
 
 NAMES = (
     "trace-odd-nvidia-exact",
@@ -153,9 +153,7 @@ def test_regen_shows_what_changed_and_keeps_why(golden: Path, monkeypatch: pytes
 def test_without_a_reason_nothing_is_written(golden: Path, few: None, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path.name: path.read_bytes() for path in golden.iterdir()}
     for extra in ([], ["--reason", "  "]):
-        with pytest.raises(SystemExit) as stopped:
-            main(["golden", "regen", "--directory", str(golden), *extra])
-        assert stopped.value.code == 2
+        assert glm53("golden", "regen", "--directory", golden, *extra) == 2
         assert "--reason" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in golden.iterdir()} == before
 
@@ -234,18 +232,12 @@ def test_changed_text_is_shown(golden: Path) -> None:
 
 def test_command_verifies(golden: Path, few: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["golden", "verify", "--directory", str(golden), "--only", "table-codec", "--quiet"]
-    with pytest.raises(SystemExit) as stopped:
-        main([*arguments, "--json", str(tmp_path / "out.json")])
-    assert stopped.value.code == 0
+    assert glm53(*arguments, "--json", tmp_path / "out.json") == 0
     assert json.loads((tmp_path / "out.json").read_text())["findings"] == []
     (golden / "notes.txt").write_text("hello")
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 1
+    assert glm53(*arguments) == 1
     assert "notes.txt: unused" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stopped:
-        main([*arguments[:-2], "nothing-*"])
-    assert stopped.value.code == 2
+    assert glm53(*arguments[:-2], "nothing-*") == 2
 
 
 def test_sizes_are_kept_in_bounds(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from conformance.checkpoints import edit, geometry
 from conformance.checkpoints.configs import config_json, hf_quant_config_json
 from conformance.checkpoints.export import Writer, _write_index, plan_shards
 from conformance.checkpoints.shared import copy_of, shared
+from conformance.unit.tools.command import glm53
 from reference import config, layout
 from reference.errors import IndexFileError
-from tools.cli import main
 from tools.inspect import inspect
 
 T = layout.TEXT
@@ -162,9 +162,7 @@ BROKEN = [
 def test_survives_what_cannot_be_opened(tmp_path, capsys, damage, kinds):
     directory = copy_of(tmp_path, "nvidia", "odd")
     damage(directory)
-    with pytest.raises(SystemExit) as caught:
-        main(["inspect", str(directory), "--json", str(tmp_path / "result.json")])
-    assert caught.value.code == 1
+    assert glm53("inspect", directory, "--json", tmp_path / "result.json") == 1
     result = json.loads((tmp_path / "result.json").read_text())
     assert kinds == {problem["kind"] for problem in result["problems"]}
     printed = capsys.readouterr()
@@ -173,9 +171,7 @@ def test_survives_what_cannot_be_opened(tmp_path, capsys, damage, kinds):
 
 
 def test_command_on_a_good_directory(tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["inspect", str(shared("libertai", "odd")), "--json", str(tmp_path / "result.json")])
-    assert caught.value.code == 0
+    assert glm53("inspect", shared("libertai", "odd"), "--json", tmp_path / "result.json") == 0
     printed = capsys.readouterr()
     assert "export libertai, 775 tensors" in printed.out
     assert "as the export stores it" in printed.out
@@ -188,9 +184,7 @@ def test_config_keys_that_nobody_reads_are_listed_and_fail_nothing(tmp_path, cap
     raw["text_config"]["hc_temperature"] = 0.05
     raw["text_config"]["linear_attn_config"]["layout"] = ["k", "v"]
     edit.write_json(directory / "config.json", raw)
-    with pytest.raises(SystemExit) as caught:
-        main(["inspect", str(directory), "--headers-only", "--json", str(tmp_path / "result.json")])
-    assert caught.value.code == 0
+    assert glm53("inspect", directory, "--headers-only", "--json", tmp_path / "result.json") == 0
     printed = capsys.readouterr().out
     assert "departure: config.json: text_config.hc_temperature is 0.05; no one here reads this key" in printed
     assert "text_config.linear_attn_config.layout is ['k', 'v']" in printed
@@ -204,23 +198,17 @@ def test_config_keys_that_nobody_reads_are_listed_and_fail_nothing(tmp_path, cap
 
 
 def test_quiet_prints_nothing(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["inspect", str(shared("libertai", "odd")), "--quiet", "--headers-only"])
-    assert caught.value.code == 0
+    assert glm53("inspect", shared("libertai", "odd"), "--quiet", "--headers-only") == 0
     assert capsys.readouterr() == ("", "")
 
 
 def test_no_directory(tmp_path, capsys):
     with pytest.raises(IndexFileError):
         inspect(tmp_path / "absent")
-    with pytest.raises(SystemExit) as caught:
-        main(["inspect", str(tmp_path / "absent")])
-    assert caught.value.code == 2
+    assert glm53("inspect", tmp_path / "absent") == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_json_that_cannot_be_written(tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["inspect", str(shared("libertai", "odd")), "--json", str(tmp_path / "absent" / "x.json"), "--quiet"])
-    assert caught.value.code == 2
+    assert glm53("inspect", shared("libertai", "odd"), "--json", tmp_path / "absent" / "x.json", "--quiet") == 2
     assert "cannot be written" in capsys.readouterr().err

@@ -13,10 +13,10 @@ from conformance.checkpoints import edit, geometry
 from conformance.checkpoints.configs import config_json, hf_quant_config_json
 from conformance.checkpoints.shared import shared
 from conformance.checkpoints.source import DEVIATION, Synthetic, integers, key_of, round_bf16
+from conformance.unit.tools.command import glm53
 from reference import config, layout
 from reference.checkpoint import open_checkpoint
 from reference.errors import GeometryError, NonFiniteWeightError, OutputError
-from tools.cli import main
 from tools.make_checkpoint import make_checkpoint, parse_layers
 
 T = layout.TEXT
@@ -278,9 +278,7 @@ def test_nothing_is_left_behind_when_writing_fails(tmp_path, monkeypatch):
 
 def test_command(tmp_path, capsys):
     arguments = ["--export", "libertai", "--geometry", "odd", "--layers", "0,1", "--experts", "4", "--seed", "3"]
-    with pytest.raises(SystemExit) as caught:
-        main(["make-checkpoint", str(tmp_path / "out"), *arguments, "--json", str(tmp_path / "summary.json")])
-    assert caught.value.code == 0
+    assert glm53("make-checkpoint", tmp_path / "out", *arguments, "--json", tmp_path / "summary.json") == 0
     printed = capsys.readouterr()
     assert "libertai odd, seed 3" in printed.out
     assert printed.err == ""
@@ -303,9 +301,7 @@ BAD_USAGE = [
 
 @pytest.mark.parametrize(("arguments", "words"), BAD_USAGE, ids=str)
 def test_bad_usage_exits_with_2(tmp_path, capsys, arguments, words):
-    with pytest.raises(SystemExit) as caught:
-        main(["make-checkpoint", str(tmp_path / "out"), *arguments])
-    assert caught.value.code == 2
+    assert glm53("make-checkpoint", tmp_path / "out", *arguments) == 2
     printed = capsys.readouterr()
     assert words in printed.err
     assert "Traceback" not in printed.err

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from conformance.checkpoints.shared import shared
+from conformance.unit.tools.command import glm53
 from fast.loader import load
-from tools.cli import main
 
 TINY = ["plan", "--export", "nvidia", "--geometry", "tiny", "--context", "4096", "--prefill-rows", "16"]
 
@@ -16,18 +16,9 @@ def box(path, free):
     return str(path)
 
 
-def run(*arguments):
-    """The exit status; `main` returns where it would be 0."""
-    try:
-        main(list(arguments))
-    except SystemExit as stopped:
-        return stopped.code
-    return 0
-
-
 def test_report_and_json(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    assert run(*TINY, "--tp", "2", "--ep", "2", "--mtp", "2", "--json", str(out)) == 0
+    assert glm53(*TINY, "--tp", "2", "--ep", "2", "--mtp", "2", "--json", out) == 0
     text = capsys.readouterr().out
     for words in ("nvidia tiny, tp 2, ep 2, context 4,096: rank 0 of 2", "routed experts, MTP", "headroom", "rank 1:"):
         assert words in text
@@ -44,20 +35,20 @@ def test_a_directory_plans_as_its_shapes_do(tmp_path, capsys):
     found = []
     for source in (["--checkpoint", str(shared("nvidia"))], ["--export", "nvidia", "--geometry", "tiny"]):
         out = tmp_path / "plan.json"
-        assert run("plan", *source, "--context", "64", "--json", str(out), "--quiet") == 0
+        assert glm53("plan", *source, "--context", "64", "--json", out, "--quiet") == 0
         found.append(json.loads(out.read_text())["ranks"])
     assert found[0] == found[1]
     assert capsys.readouterr().out == ""
 
 
 def test_what_does_not_fit_exits_1(tmp_path, capsys):
-    assert run(*TINY, "--hardware", box(tmp_path / "box.json", 0.001)) == 1
+    assert glm53(*TINY, "--hardware", box(tmp_path / "box.json", 0.001)) == 1
     assert "does not fit; longest context 0" in capsys.readouterr().out
-    assert run(*TINY, "--hardware", box(tmp_path / "box.json", 1), "--quiet") == 0
+    assert glm53(*TINY, "--hardware", box(tmp_path / "box.json", 1), "--quiet") == 0
 
 
 BAD = {
-    "export": (["plan", "--export", "zai"], "--export zai: expected nvidia or libertai"),
+    "export": (["plan", "--export", "zai"], "--export: found zai, expected nvidia or libertai"),
     "heads": ([*TINY, "--tp", "3"], "8 KDA heads do not divide among 3 ranks"),
     "mesh": ([*TINY, "--tp", "2", "--ep", "3"], "tp 2 and ep 3"),
     "hardware": ([*TINY, "--hardware", "abacus"], "hardware 'abacus'"),
@@ -70,7 +61,7 @@ BAD = {
 
 @pytest.mark.parametrize(("arguments", "words"), BAD.values(), ids=BAD)
 def test_bad_input_exits_2_with_one_line(arguments, words, capsys):
-    assert run(*arguments) == 2
+    assert glm53(*arguments) == 2
     told = capsys.readouterr().err
     assert words in told
     assert told.count("\n") == 1

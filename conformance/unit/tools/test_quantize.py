@@ -14,10 +14,10 @@ from conformance.checkpoints import export as export_writer
 from conformance.checkpoints.directory import DirectorySource
 from conformance.checkpoints.shared import copy_of, shared
 from conformance.checkpoints.source import Synthetic, integers, key_of, round_bf16
+from conformance.unit.tools.command import glm53
 from reference import config, layout, nvfp4
 from reference import errors as e
 from reference.checkpoint import open_checkpoint
-from tools.cli import main
 from tools.quantize import quantize
 
 T = layout.TEXT
@@ -209,23 +209,17 @@ def test_one_weight_at_a_time(tmp_path, monkeypatch):
 
 def test_command(tmp_path, capsys):
     arguments = [str(shared("bf16", "odd")), str(tmp_path / "out"), "--export", "nvidia"]
-    with pytest.raises(SystemExit) as caught:
-        main(["quantize", *arguments, "--json", str(tmp_path / "summary.json")])
-    assert caught.value.code == 0
+    assert glm53("quantize", *arguments, "--json", tmp_path / "summary.json") == 0
     assert "nvidia from bf16: 883 tensors" in capsys.readouterr().out
     assert json.loads((tmp_path / "summary.json").read_text())["tensors"] == 883
-    with pytest.raises(SystemExit) as caught:
-        main(["quantize", *arguments])
-    assert caught.value.code == 2
+    assert glm53("quantize", *arguments) == 2
     printed = capsys.readouterr()
     assert printed.err.count("\n") == 1
     assert "not an empty directory" in printed.err
 
 
 def test_missing_source(tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["quantize", str(tmp_path / "absent"), str(tmp_path / "out"), "--export", "nvidia"])
-    assert caught.value.code == 2
+    assert glm53("quantize", tmp_path / "absent", tmp_path / "out", "--export", "nvidia") == 2
     assert "config.json: cannot be read" in capsys.readouterr().err
 
 

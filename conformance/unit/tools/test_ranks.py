@@ -11,20 +11,11 @@ import pytest
 
 from conformance.checkpoints.shared import shared
 from conformance.trace import Trace
-from tools.cli import main
+from conformance.unit.tools.command import glm53
 
 TEXT = "Sea moderate, wind from the west."
 WORLD = 2
 FEW = ("--samples", 4)
-
-
-def run(*arguments):
-    """Exit status of a `glm53` command."""
-    try:
-        main([*map(str, arguments)])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +29,7 @@ def made(directory, tmp_path_factory):
     place = tmp_path_factory.mktemp("ranks")
     out, folder = place / "whole.trace", place / "ranks"
     options = ("--engine", "reference", "--arithmetic", "bf16", "--tp", WORLD, "--ep", WORLD, "--decode", 3, "--quiet")
-    assert run("trace", directory, *options, "--prompt", TEXT, "--out", out, "--ranks", folder) == 0
+    assert glm53("trace", directory, *options, "--prompt", TEXT, "--out", out, "--ranks", folder) == 0
     return out, folder
 
 
@@ -64,14 +55,14 @@ def test_rank_traces_join_to_the_trace(made, directory):
         assert trace.metadata["schedule"] == whole.metadata["schedule"]
     assert "rank" not in whole.metadata
     assert ranks[0].taps["layers.0.attn.q"].shape[1] * WORLD == whole.taps["layers.0.attn.q"].shape[1]
-    assert run("diff", made[0], "--checkpoint", directory, "--quiet", *FEW) == 0
+    assert glm53("diff", made[0], "--checkpoint", directory, "--quiet", *FEW) == 0
 
 
 def test_a_folder_is_judged_like_the_trace(made, directory, tmp_path):
-    assert run("diff", made[1], "--checkpoint", directory, "--quiet", *FEW, "--json", tmp_path / "a.json") == 0
-    assert run("diff", made[0], "--checkpoint", directory, "--quiet", *FEW, "--json", tmp_path / "b.json") == 0
+    assert glm53("diff", made[1], "--checkpoint", directory, "--quiet", *FEW, "--json", tmp_path / "a.json") == 0
+    assert glm53("diff", made[0], "--checkpoint", directory, "--quiet", *FEW, "--json", tmp_path / "b.json") == 0
     assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()
-    assert run("diff", "--check", made[1], "--checkpoint", directory, "--quiet") == 0
+    assert glm53("diff", "--check", made[1], "--checkpoint", directory, "--quiet") == 0
 
 
 def flip(array):
@@ -89,7 +80,7 @@ def flip(array):
 def test_ranks_that_differ_are_named(folder, directory, capsys, tap, words):
     """One bit of one rank: the tap and the ranks are in the first line, whatever the numbers say."""
     change(folder / "rank-1.trace", tap, flip)
-    assert run("diff", folder, "--checkpoint", directory, *FEW) == 1
+    assert glm53("diff", folder, "--checkpoint", directory, *FEW) == 1
     told = capsys.readouterr().out
     assert words in told, told[:400]
     assert "ranks 0 and 1 differ at" in told
@@ -98,13 +89,13 @@ def test_ranks_that_differ_are_named(folder, directory, capsys, tap, words):
 def test_a_head_of_the_wrong_rank_is_an_error_of_its_tap(folder, directory, capsys):
     """What is divided is not compared between ranks: the reference says which heads are wrong."""
     change(folder / "rank-1.trace", "layers.0.attn.k", lambda tap: tap.__setitem__(..., tap[:, ::-1].copy()))
-    assert run("diff", folder, "--checkpoint", directory, *FEW) == 1
+    assert glm53("diff", folder, "--checkpoint", directory, *FEW) == 1
     assert "first divergence: TAP layers.0.attn.k (attn.in -> attn.k)" in capsys.readouterr().out
 
 
 def test_a_tap_that_one_rank_lacks_is_named(folder, directory, capsys):
     change(folder / "rank-1.trace", "layers.0.attn.g")
-    assert run("diff", folder, "--checkpoint", directory, *FEW) == 1
+    assert glm53("diff", folder, "--checkpoint", directory, *FEW) == 1
     assert "layers.0.attn.g as stored): ranks do not join: absent on rank 1" in capsys.readouterr().out
 
 
@@ -129,7 +120,7 @@ def test_a_tap_that_one_rank_lacks_is_named(folder, directory, capsys):
 )
 def test_a_folder_that_is_no_run_is_refused(folder, directory, capsys, damage, words):
     damage(folder)
-    assert run("diff", folder, "--checkpoint", directory, *FEW) == 2
+    assert glm53("diff", folder, "--checkpoint", directory, *FEW) == 2
     assert words in capsys.readouterr().err
 
 
@@ -140,7 +131,7 @@ def test_a_folder_that_is_no_run_is_refused(folder, directory, capsys, damage, w
 )
 def test_what_does_not_divide_is_refused_with_the_numbers(tmp_path, capsys, engine, tp, ep, words):
     options = ("--engine", engine, "--prompt", TEXT, "--tp", tp, "--ep", ep, "--out", tmp_path / "a.trace")
-    assert run("trace", shared("nvidia", "odd"), *options) == 2
+    assert glm53("trace", shared("nvidia", "odd"), *options) == 2
     told = capsys.readouterr().err
     assert words in told
     assert told.count("\n") == 1
@@ -158,7 +149,7 @@ def test_what_does_not_divide_is_refused_with_the_numbers(tmp_path, capsys, engi
 )
 def test_options_that_say_nothing_are_refused(tmp_path, monkeypatch, capsys, options, words):
     monkeypatch.chdir(tmp_path)
-    assert run("trace", shared("nvidia", "odd"), "--prompt", TEXT, *options) == 2
+    assert glm53("trace", shared("nvidia", "odd"), "--prompt", TEXT, *options) == 2
     assert words in capsys.readouterr().err
 
 
@@ -167,7 +158,7 @@ def test_ranks_on_two_hosts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     directory = shared("nvidia", "tiny")
     options = ("--prompt", TEXT, "--decode", 3, "--tp", WORLD, "--ep", WORLD, "--ranks", "ranks")
-    assert run("trace", directory, *options, "--job", "job.json") == 0
+    assert glm53("trace", directory, *options, "--job", "job.json") == 0
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
@@ -187,4 +178,4 @@ def test_ranks_on_two_hosts(tmp_path, monkeypatch):
     for path in tmp_path.glob("ranks-of-host-*/rank-*.safetensors"):
         shutil.copy(path, together)
     assert len(list(together.iterdir())) == WORLD
-    assert run("diff", together, "--checkpoint", directory, "--quiet", *FEW) == 0
+    assert glm53("diff", together, "--checkpoint", directory, "--quiet", *FEW) == 0

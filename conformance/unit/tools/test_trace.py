@@ -10,18 +10,14 @@ import pytest
 
 from conformance.checkpoints.shared import shared
 from conformance.trace import Schedule, Trace
-from tools.cli import main
+from conformance.unit.tools.command import glm53
 
 TEXT = "Höfn, 1911"
 
 
 def run(*arguments, directory=None):
     """Exit status of `glm53 trace`, by default on the `odd` checkpoint."""
-    try:
-        main(["trace", str(directory or shared("nvidia", "odd")), *map(str, arguments)])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    return glm53("trace", directory or shared("nvidia", "odd"), *arguments)
 
 
 @pytest.fixture
