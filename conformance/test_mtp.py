@@ -15,6 +15,7 @@ import pytest
 from conformance import pairwise
 from conformance.checkpoints.shared import shared
 from conformance.engines import registry
+from conformance.engines.base import as_numpy
 from conformance.engines.threads import Thread, on_ranks
 from conformance.speculation import (
     FastRunner,
@@ -28,6 +29,8 @@ from conformance.speculation import (
 )
 from conformance.trace import Schedule
 from fast.loader import load
+from fast.session import Session
+from fast.worker import Job
 from reference.checkpoint import open_checkpoint
 
 GEOMETRIES, EXPORTS = ("tiny", "odd"), ("nvidia", "libertai")
@@ -170,6 +173,33 @@ def test_drafts_change_nothing(place, K, script):
 @cases(WHOLE)
 def test_drafts_change_nothing_in_a_long_text(place, K, script):
     check(place, K, script, LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "count", "numbers"),
+    [
+        pytest.param(place, count, numbers, marks=pytest.mark.xdist_group(str(place)), id=f"{place}-{count}")
+        for place, count, numbers in (
+            (Place("fast", "tiny", "nvidia", tp=2, ep=2), SHORT, (1, 2, 3, 4)),
+            (Place("fast", "odd", "libertai", tp=2, ep=2), LONG, (2,)),
+        )
+    ],
+)
+def test_drafts_change_nothing_on_ranks_that_are_processes(place, count, numbers):
+    """The block's own drafts over torch.distributed (gloo): what plain decoding on ranks that are threads leaves."""
+    prompt, expected = plain(place, count)
+    common = Job(str(shared(place.export, place.geometry)), [], "", tp=place.tp, ep=place.ep, taps="", drafts=1)
+    with Session(common) as session:
+        for K in numbers:
+            found = session.ask(tokens=prompt, new=count, drafts=K)
+            assert [ranks.pop("tokens").tolist() for ranks in found] == [expected.tokens] * max(place.tp, place.ep)
+            states = {
+                f"rank {rank} {name.removeprefix('state.')}": as_numpy(x)
+                for rank, held in enumerate(found)
+                for name, x in held.items()
+            }
+            assert Outcome([], states).same_states(expected) == [], K
 
 
 @cases(CUDA)
