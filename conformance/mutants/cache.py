@@ -11,7 +11,7 @@ from conformance.mutants.record import ODD, Patch, argument, around, family, out
 
 K, S = "fast.ops.kda", "fast.state"
 CONV, CORE = "layers.*.attn.q", "layers.*.attn.core"
-X = "layers.*.indexer."
+ATTENTION, X = "layers.3.attn.core", "layers.*.indexer."
 PAD = {"case": "pad"}
 _m = family("cache")
 _k = family("chunking")
@@ -167,8 +167,10 @@ MUTANTS = (
     _m(
         "cache-latents-overwritten", "FB122", f"{X}pool_keys {X}scores {CORE}", around(f"{S}:Rows.append", _overwritten)
     ),
-    _m("cache-newest-latent-missing", "FB120", CORE, around("fast.ops.mla:attend", _last_latent_missing)),
-    _m("cache-latents-shifted-in-decode", "FB80", CORE, argument("fast.ops.mla:attend", 1, lambda c: c.roll(1, 0))),
+    _m("cache-newest-latent-missing", "FB120", ATTENTION, around("fast.ops.mla:attend", _last_latent_missing)),
+    _m(
+        "cache-latents-shifted-in-decode", "FB80", ATTENTION, argument("fast.ops.mla:attend", 1, lambda c: c.roll(1, 0))
+    ),
     _m("cache-index-tail-lost", "FB83", f"{X}pool_keys", around(f"{S}:DsaState.append", _no_tail), fast=True),
     _m("cache-index-ring-shifted", "FB83", f"{X}pool_keys", around(f"{S}:DsaState._places", _ring_shifted)),
     _m("cache-pool-from-call-start", "FB83", f"{X}pool_keys", around(f"{S}:DsaState.append", _recomputed_tail)),

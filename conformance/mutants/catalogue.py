@@ -9,7 +9,7 @@ import pkgutil
 import conformance.mutants
 from conformance.mutants.record import Mutant
 
-MACHINERY = ("catalogue", "page", "probes", "record", "runner")
+MACHINERY = ("bench", "catalogue", "page", "probes", "record", "runner")
 
 
 @functools.cache

@@ -96,7 +96,13 @@ MUTANTS = (
         replace(f"{C}:_check_text", _nothing),
         **PROBE,
     ),
-    _m("config-shared-unknown", "model.md 2.3", "config.indexer_types*", around(f"{C}:_indexers", _all_full), **PROBE),
+    _m(
+        "config-shared-unknown",
+        "model.md 2.3",
+        "config.indexer_types.odd",
+        around(f"{C}:_indexers", _all_full),
+        **PROBE,
+    ),
     _m(
         "config-topk-of-experts",
         "model.md 2.4",

@@ -167,7 +167,7 @@ MUTANTS = (
     _m(
         "indexer-ties-take-higher-pool",
         "FB86",
-        SELECTED,
+        "layers.7.indexer.selected",  # only there are scores equal that the choice depends on
         around(f"{X}:best", _quiet_tie),
     ),
 )

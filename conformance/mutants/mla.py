@@ -10,7 +10,8 @@ from torch import Tensor
 from conformance.mutants.record import ODD, Patch, argument, around, attribute, family, layers, output
 
 A = "fast.ops.mla"
-Q, C, CORE, OUT = "layers.*.attn.q_resid", "layers.*.attn.latent", "layers.*.attn.core", "layers.*.attn.out"
+Q, C, CORE, OUT = "layers.*.attn.q_resid", "layers.*.attn.latent", "layers.3.attn.core", "layers.3.attn.out"
+"""Layers before 3 of `tiny` have a core too, of another kind."""
 EXPANDED = {"options": {"mla": "expanded"}}
 _m = family("MLA")
 
@@ -99,7 +100,7 @@ MUTANTS = (
     _m("mla-unused-places-read-expanded", "FB82", CORE, around(f"{A}:_softmax", _no_mask), **EXPANDED),
     _m("mla-softmax-with-sink", "model.md 2.3", CORE, around(f"{A}:_softmax", _sink)),
     _m("mla-values-before-keys", "model.md 2.3", CORE, around(f"{A}:attend", _values_first)),
-    _m("mla-values-before-keys-odd", "model.md 2.3", CORE, around(f"{A}:attend", _values_first), **ODD),
+    _m("mla-values-before-keys-odd", "model.md 2.3", "layers.1.attn.core", around(f"{A}:attend", _values_first), **ODD),
     _m("mla-keys-of-all-heads-first", "model.md 2.3", CORE, around(f"{A}:attend", _keys_then_values)),
     _m(
         "mla-keys-of-all-heads-first-expanded",

@@ -108,6 +108,19 @@ def _last_one_doubled(indices: Tensor) -> Tensor:
     return torch.cat([indices[:, :-1], indices[:, -2:-1]], -1)
 
 
+def _out_of_range() -> Patch:
+    """Expert 0 is called 999, and whoever reads that takes the last expert."""
+
+    def clamped(original: Any, scores: Tensor, indices: Tensor, **named: Any) -> Tensor:
+        return original(scores, indices.clamp(max=scores.shape[1] - 1), **named)
+
+    def routed(original: Any, x: Tensor, bank: Any, indices: Tensor, *rest: Any) -> Tensor:
+        return original(x, bank, indices.clamp(max=bank.total - 1), *rest)
+
+    chosen = output(f"{R}:choose", lambda i: torch.where(i == 0, 999, i))
+    return chosen + around(f"{R}:weigh", clamped) + around(f"{F}:routed", routed)
+
+
 def _bank(change: Any) -> Patch:
     """`change(bank)` -> the fields of the bank that differ."""
     return attribute("moe", "bank", lambda bank: dataclasses.replace(bank, **change(bank)))
@@ -161,7 +174,7 @@ MUTANTS = (
     _r("router-worst-instead-of-best", "model.md 2.4", INDICES, argument(f"{R}:choose", 0, lambda s: 1 - s)),
     _r("router-one-chosen-twice", "model.md 2.4", INDICES, output(f"{R}:choose", _last_one_doubled)),
     _r("router-experts-off-by-one", "model.md 2.4", INDICES, output(f"{R}:choose", lambda i: i.roll(1, 0))),
-    _r("router-index-out-of-range", "FB82", INDICES, output(f"{R}:choose", lambda i: torch.where(i == 0, 999, i))),
+    _r("router-index-out-of-range", "FB82", INDICES, _out_of_range()),
     _r("router-no-groups", "model.md 2.4", INDICES, configured(n_group=1, topk_group=1), **ODD),
     _r("router-group-sum-of-all", "model.md 2.4", INDICES, _groups("sum"), **ODD),
     _r("router-group-best-alone", "model.md 2.4", INDICES, _groups("best"), **ODD),

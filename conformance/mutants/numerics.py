@@ -10,7 +10,7 @@ from torch import Tensor
 from conformance.mutants.record import ODD, Patch, argument, around, attribute, family, layers, output, replace
 
 K, R, H, X = "fast.ops.kda", "fast.ops.router", "fast.ops.mhc", "fast.ops.indexer"
-G, CORE = "layers.*.attn.g", "layers.*.attn.core"
+G, CORE, ATTENTION = "layers.*.attn.g", "layers.*.attn.core", "layers.3.attn.core"
 PRE, POST, COMB = "layers.*_hc.pre", "layers.*_hc.post", "layers.*_hc.comb"
 _m = family("numerics")
 
@@ -94,7 +94,7 @@ def _truncate(x: Tensor) -> Tensor:
 
 
 MUTANTS = (
-    _m("numerics-A_log-bf16", "model.md 4", G, attribute("kda", "A_log", bf16)),
+    _m("numerics-A_log-bf16", "model.md 4", "layers.1.attn.g", attribute("kda", "A_log", bf16)),
     _m("numerics-dt_bias-bf16", "model.md 4", G, attribute("kda", "dt_bias", bf16)),
     _m("numerics-decay-bf16", "model.md 4", G, output(f"{K}:decay", bf16)),
     _m("numerics-kda-state-bf16", "model.md 4", f"{CORE} layers.*.attn.state", _state(bf16), fast=True),
@@ -130,8 +130,8 @@ MUTANTS = (
     ),
     _m("numerics-norm-statistics-bf16", "model.md 4", "layers.*.attn.in", around("fast.ops.norm:rms", _mean_in_bf16)),
     _m("numerics-index-scores-bf16", "model.md 4", "layers.*.indexer.scores", output(f"{X}:scores", bf16)),
-    _m("numerics-attention-scores-fp8", "model.md 4", CORE, around("fast.ops.mla:_softmax", _softmax)),
-    _m("numerics-latents-fp8", "model.md 4", CORE, argument("fast.ops.mla:attend", 1, fp8)),
+    _m("numerics-attention-scores-fp8", "model.md 4", ATTENTION, around("fast.ops.mla:_softmax", _softmax)),
+    _m("numerics-latents-fp8", "model.md 4", ATTENTION, argument("fast.ops.mla:attend", 1, fp8)),
     _m(
         "numerics-linear-sums-bf16",
         "model.md 4",
@@ -143,6 +143,12 @@ MUTANTS = (
         "model.md 4",
         "layers.*.mlp.out layers.*.routed.out",
         around("fast.linear:unscaled", _scale_first),
+    ),
+    _m(
+        "numerics-logits-bf16",
+        "model.md 4",
+        "logits",
+        around("fast.model:linear", lambda f, x, w, out: bf16(f(x, w, out))),
     ),
     _m(
         "numerics-logits-fp8",

@@ -10,7 +10,7 @@ import copy
 import functools
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,32 +18,24 @@ from typing import Any
 import numpy as np
 
 from conformance.cases.runs import text_tokens
-from conformance.checkpoints.shared import shared
-from conformance.engines.fast import FastEngine
-from conformance.engines.threads import ThreadedEngine
-from conformance.judge import Rebase, compare
-from conformance.mutants.record import Mutant, Patch
+from conformance.checkpoints.configs import config_json
+from conformance.checkpoints.geometry import geometry as geometry_of
+from conformance.judge import compare
+from conformance.judge import drafts as block
+from conformance.mutants.bench import Bench
+from conformance.mutants.record import Mutant
 from conformance.speculation import Outcome, fast_runner, wrong_at, wrong_in_turn
 from conformance.suite import operands_of
-from conformance.trace import Schedule, Trace
+from conformance.trace import Trace
 from reference import config as reference_config
 from reference import nvfp4
-from reference.checkpoint import Checkpoint, open_checkpoint
-
-OPTIONS = {"kda_chunk": 16}
-"""Chunks of the KDA that a short prompt has several of."""
-
-CASES: dict[str, tuple[int, Schedule]] = {
-    "chunks": (72, Schedule((41, 23), 8, 0)),
-    "pad": (48, Schedule((27, 17), 4, 3)),
-}
-"""Tokens and how they are fed: more pools than the budget holds, an incomplete pool at every cut."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     """`changed`: some bit of the outcome differs from the sound engine's. `first` is the first divergence, if any,
-    `operand` a differing operand: one that the record does not name, where there is any.
+    `operand` a differing operand: one that the record does not name, where there is any. `places` are all where the
+    outcome could have diverged, in order.
     """
 
     passed: bool
@@ -51,49 +43,17 @@ class Verdict:
     first: str = ""
     operand: str = ""
     line: str = ""
+    places: tuple[str, ...] = ()
 
-
-class CleanEngineError(AssertionError):
-    """The engine without a fault does not pass: no mutant can be judged."""
-
-
-@dataclass
-class Bench:
-    """One checkpoint, its reference and verdicts so far, and the sound engine's traces of it."""
-
-    export: str
-    geometry: str
-    directory: Path
-    checkpoint: Checkpoint
-    judge: Rebase
-    clean: dict[str, Trace] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, export: str, geometry: str) -> Bench:
-        directory = shared(export, geometry)
-        checkpoint = open_checkpoint(directory)
-        return cls(export, geometry, directory, checkpoint, Rebase(checkpoint, remember=True))
-
-    def run(self, mutant: Mutant, patch: Patch) -> tuple[Trace, FastEngine]:
-        """Several ranks are threads: they start at once, and the patch applies to each."""
-        count, schedule = CASES[mutant.case]
-        engine = ThreadedEngine() if {"tp", "ep"} & set(mutant.options) else FastEngine()
-        with patch.applied():
-            engine.open(self.directory, **OPTIONS | dict(mutant.options))
-            for model in engine.models if isinstance(engine, ThreadedEngine) else [engine.model]:
-                patch.edit(model)
-            return engine.run(text_tokens()[:count], schedule), engine
-
-    def sound(self, mutant: Mutant) -> Trace:
-        """The trace without a fault, judged once. Raises CleanEngineError."""
-        key = f"{mutant.case} {sorted(mutant.options.items())}"
-        if key not in self.clean:
-            trace, engine = self.run(mutant, Patch())
-            result = compare(trace, self.checkpoint, operands=operands_of(engine), judge=self.judge, stop=True)
-            if result.first_divergence is not None:
-                raise CleanEngineError(f"{self.geometry} {self.export}, {key}: {result.first_divergence.line}")
-            self.clean[key] = trace
-        return self.clean[key]
+    def at(self, mutant: Mutant) -> bool:
+        """Whether the first divergence is the first place that one of the record's globs names, and an operand of the
+        record's differs where it names any, but no other."""
+        named = [next((p for p in self.places if fnmatchcase(p, glob)), None) for glob in mutant.first_tap]
+        return (
+            not self.passed
+            and self.first in named
+            and (not mutant.operand or fnmatchcase(self.operand, mutant.operand))
+        )
 
 
 def trace(mutant: Mutant, bench: Bench) -> Verdict:
@@ -106,7 +66,10 @@ def trace(mutant: Mutant, bench: Bench) -> Verdict:
     operand = (strange or bad or [""])[0]
     first = result.first_divergence
     changed = bool(bad) or not same(sound, found)
-    return Verdict(result.passed, changed, first.tap if first else "", operand, first.line if first else "")
+    steps = [*bench.judge.order, *block.order(bench.judge.config)]
+    places = *(name for name in steps if name in sound.taps), *(row.name for row in result.tensors)
+    line = first.line if first else ""
+    return Verdict(result.passed, changed, first.tap if first else "", operand, line, places)
 
 
 def same(a: Trace, b: Trace) -> bool:
@@ -126,7 +89,7 @@ def config(mutant: Mutant, bench: Bench) -> Verdict:
     """Every field as the reference reads it, and configs that contradict themselves, which must be refused."""
     import fast.config
 
-    raws = {geometry: json.loads((shared("nvidia", geometry) / "config.json").read_text()) for geometry in GEOMETRIES}
+    raws = {name: json.loads(config_json(geometry_of(name).config, "nvidia")) for name in GEOMETRIES}
     with mutant.patch.applied():
         found = dict(config_answers(raws, fast.config.parse))
     return _first(found.items(), dict(config_answers(raws, reference_config.parse)))
@@ -136,7 +99,8 @@ def _first(found: Any, truth: dict[str, Any]) -> Verdict:
     """The first answer that is not the truth; all answers are exact."""
     for name, value in found:
         if value != truth[name]:
-            return Verdict(False, True, name, "", f"{name}: {str(value)[:80]}, expected {str(truth[name])[:80]}")
+            line = f"{name}: {str(value)[:80]}, expected {str(truth[name])[:80]}"
+            return Verdict(False, True, name, "", line, tuple(truth))
     return Verdict(True, False)
 
 
@@ -317,7 +281,9 @@ def drafts(mutant: Mutant, bench: Bench) -> Verdict:
         expected = sound(count)
         first = ["tokens"] if outcome.tokens != expected.tokens else expected.same_states(outcome)
         if first:
-            return Verdict(False, True, first[0], "", f"{first[0]} differs from plain decoding of {count} tokens")
+            line = f"{first[0]} differs from plain decoding of {count} tokens"
+            places = "tokens", *sorted(expected.states.keys() | outcome.states.keys())
+            return Verdict(False, True, first[0], "", line, places)
     return Verdict(True, False)
 
 

@@ -60,10 +60,12 @@ class Patch:
 class Mutant:
     """`fault` is the class it counts in, `source` a field bug ("FB65") or a place in the specification.
 
-    `where` is the engine's "module:attribute" at fault, `first_tap` globs one of which the first divergence matches;
-    `operand` is a glob of the checkpoint weight whose bound operand differs, where one does. `probe` names how it is
-    judged (`probes.PROBES`): by a trace, unless the fault touches no trace. `export`, `geometry`, `case` and `options`
-    (for `Engine.open`) are what it shows on. `equivalent` says why no input can show it. `fast` marks the CI subset.
+    `where` is the engine's "module:attribute" at fault. `first_tap` are globs, each standing for the first place in
+    dataflow order that it matches; the first divergence has to be one of these. After all taps come the weights, for
+    faults so small that only they show them. `operand` is a glob of the weight whose bound operand differs, where one
+    does. `probe` names how it is judged (`probes.PROBES`): by a trace, unless the fault touches no trace. `export`,
+    `geometry`, `case` and `options` (for `Engine.open`) are what it shows on. `equivalent` says why no input can show
+    it. `fast` marks the CI subset.
     """
 
     name: str

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
+from conformance.checkpoints import make
 from conformance.mutants import catalogue
-from conformance.mutants.probes import PROBES, Bench, CleanEngineError
+from conformance.mutants.bench import Bench, CleanEngineError, run_name
+from conformance.mutants.probes import PROBES
 from conformance.mutants.record import Mutant
 
 LOCALISED = 0.95
@@ -21,8 +27,9 @@ LOCALISED = 0.95
 
 @dataclass(frozen=True)
 class Outcome:
-    """`caught`: something failed. `localised`: the first failure is where the record says. `changed`: some bit differs
-    from the sound engine's. `error`: the faulty engine raised, or the sound one did not pass.
+    """`caught`: something failed. `localised`: the first failure is where the record says, see `Verdict.at`. `changed`:
+    some bit differs from the sound engine's. `error`: the faulty engine raised, or the sound one did not pass.
+    `seconds` are of the processor.
     """
 
     name: str
@@ -60,19 +67,18 @@ class Score:
 
 def run_one(mutant: Mutant, benches: dict[tuple[str, str], Bench]) -> Outcome:
     """Judge one mutant; benches are made as they are needed and kept."""
-    start = time.perf_counter()
+    start = time.process_time()
     key = mutant.export, mutant.geometry
     if key not in benches:
-        benches[key] = Bench.of(*key)
+        benches[key] = Bench(*key)
     caught = localised = changed = False
     first = line = error = ""
     try:
         verdict = PROBES[mutant.probe](mutant, benches[key])
         caught, changed, first, line = not verdict.passed, verdict.changed, verdict.first, verdict.line
-        localised = caught and any(fnmatchcase(first, glob) for glob in mutant.first_tap)
+        localised = verdict.at(mutant)
         if mutant.operand:
-            localised = caught and fnmatchcase(verdict.operand, mutant.operand)
-            first = f"{first} ({verdict.operand})" if verdict.operand else first
+            first = f"{first} ({verdict.operand})" if verdict.operand not in ("", first) else first
     except CleanEngineError as fault:
         error = f"the engine without a fault does not pass: {fault}"
     except Exception as fault:
@@ -90,35 +96,78 @@ def run_one(mutant: Mutant, benches: dict[tuple[str, str], Bench]) -> Outcome:
         first,
         line,
         error,
-        time.perf_counter() - start,
+        time.process_time() - start,
     )
 
 
 _BENCHES: dict[tuple[str, str], Bench] = {}
+_PLACE: list[Path] = []
+"""Of a worker: where checkpoints and sound runs lie."""
 
 
-def _quiet() -> None:
+def _set_up(place: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
+    _PLACE.append(place)
 
 
-def _named(name: str) -> Outcome:
-    return run_one(catalogue.by_name()[name], _BENCHES)
+def _bench(mutant: Mutant) -> Bench:
+    key = mutant.export, mutant.geometry
+    if key not in _BENCHES:
+        _BENCHES[key] = Bench(*key, _PLACE[0] / f"{mutant.geometry}-{mutant.export}")
+    return _BENCHES[key]
+
+
+def _judge_sound(name: str) -> None:
+    mutant = catalogue.by_name()[name]
+    bench = _bench(mutant)
+    with contextlib.suppress(CleanEngineError):  # kept, and told with every mutant of the run
+        bench.sound(mutant)
+    bench.keep(mutant, _PLACE[0])
+
+
+def _judge(name: str) -> Outcome:
+    mutant = catalogue.by_name()[name]
+    bench = _bench(mutant)
+    if mutant.probe == "trace":
+        bench.take(mutant, _PLACE[0])
+    return run_one(mutant, _BENCHES)
 
 
 def run(mutants: Sequence[Mutant], workers: int | None = None) -> Iterator[Outcome]:
-    """Outcomes as they come. Several processes share the work; one runs it here."""
+    """Outcomes as they come. Several processes share the work; one runs it here.
+
+    Each sound run is judged once, by whichever process is free, and read by all.
+    """
     count = min(workers or os.cpu_count() or 1, max(1, len(mutants) // 4))
-    ordered = sorted(mutants, key=lambda m: (m.geometry, m.export, m.case))
+    uses = Counter(run_name(m) for m in mutants)
+    ordered = sorted(mutants, key=lambda m: (-uses[run_name(m)], run_name(m)))
     if count <= 1:
         for mutant in ordered:
             yield run_one(mutant, _BENCHES)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_quiet) as pool:
-        for future in as_completed([pool.submit(_named, mutant.name) for mutant in ordered]):
-            yield future.result()
+    with (
+        tempfile.TemporaryDirectory(prefix="glm53-") as place,
+        ProcessPoolExecutor(count, mp_context=context, initializer=_set_up, initargs=(Path(place),)) as pool,
+    ):
+        todo: set[Future[Any]] = {pool.submit(_judge, m.name) for m in ordered if m.probe in ("codec", "config")}
+        for export, geometry in dict.fromkeys((m.export, m.geometry) for m in ordered):
+            make(Path(place) / f"{geometry}-{export}", export, geometry)
+        waiting: dict[Future[Any], list[Mutant]] = {}
+        for _, group in itertools.groupby((m for m in ordered if m.probe == "trace"), run_name):
+            members = list(group)
+            waiting[pool.submit(_judge_sound, members[0].name)] = members
+        todo |= set(waiting) | {pool.submit(_judge, m.name) for m in ordered if m.probe == "drafts"}
+        while todo:
+            done, todo = wait(todo, return_when=FIRST_COMPLETED)
+            for future in done:
+                result = future.result()
+                if future in waiting:
+                    todo |= {pool.submit(_judge, m.name) for m in waiting.pop(future)}
+                else:
+                    yield result
 
 
 def score(fault: str, outcomes: Sequence[Outcome]) -> Score:

@@ -461,7 +461,14 @@ MUTANTS = (
         operand="*.mlp.experts.*",
         **ODD | UNEVEN,
     ),
-    _m("shard-remainder-last", "FB61", "*", _ranges(_remainder_last), operand="*.mlp.experts.*", **ODD | UNEVEN),
+    _m(
+        "shard-remainder-last",
+        "FB61",
+        "*.2.mlp.experts.2.gate_proj.weight",
+        _ranges(_remainder_last),
+        operand="*.mlp.experts.*",
+        **ODD | UNEVEN,
+    ),
     _m(
         "shard-neighbours-of-other-ranges",
         "model.md 5",

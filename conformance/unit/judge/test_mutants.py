@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from conformance.checkpoints import make
-from conformance.judge import Rebase
 from conformance.mutants import catalogue, page, runner
-from conformance.mutants.probes import CASES, PROBES, Bench
+from conformance.mutants.bench import CASES, Bench, run_name
+from conformance.mutants.probes import PROBES, Verdict, same
 from conformance.mutants.record import Patch, argument, output, replace, resolve
-from reference.checkpoint import open_checkpoint
 
 CLASSES = {
     "codec", "loader", "dtype", "KDA", "DSA-indexer", "MLA", "mHC", "norm", "MoE-routing", "MoE-compute", "cache",
@@ -40,6 +39,7 @@ def test_there_are_a_hundred_and_each_has_a_name_of_its_own():
 @pytest.mark.parametrize("mutant", catalogue.mutants(), ids=lambda mutant: mutant.name)
 def test_a_record_holds_and_its_patch_is_taken_back(mutant):
     assert mutant.first_tap
+    assert "*" not in mutant.first_tap
     assert mutant.probe in PROBES
     assert mutant.case in CASES
     assert mutant.patch.swaps or mutant.patch.edits
@@ -77,12 +77,58 @@ def test_a_target_that_is_gone_is_an_error():
         pass
 
 
+PLACES = ("layers.0.attn.g", "layers.1.attn.g", "logits", "layers.0.self_attn.A_log", "lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    ("first_tap", "operand", "first", "differing", "right"),
+    [
+        ("layers.*.attn.g", "", "layers.0.attn.g", "", True),
+        ("layers.*.attn.g", "", "layers.1.attn.g", "", False),
+        ("layers.1.attn.g", "", "layers.1.attn.g", "", True),
+        ("logits layers.*.attn.g", "", "layers.0.attn.g", "", True),
+        ("logits", "", "layers.0.attn.g", "", False),
+        ("layers.*.attn.v", "", "layers.0.attn.g", "", False),
+        ("layers.*.attn.g", "*.A_log", "layers.0.attn.g", "layers.0.self_attn.A_log", True),
+        ("layers.*.attn.g", "*.A_log", "layers.0.attn.g", "lm_head.weight", False),
+        ("layers.*.attn.g", "*.A_log", "layers.0.attn.g", "", False),
+        ("*.A_log", "*.A_log", "layers.0.self_attn.A_log", "layers.0.self_attn.A_log", True),
+    ],
+)
+def test_a_fault_is_localised_at_the_first_place_its_record_names(first_tap, operand, first, differing, right):
+    mutant = altered(catalogue.mutants()[0], first_tap=tuple(first_tap.split()), operand=operand)
+    assert Verdict(False, True, first, differing, "", PLACES).at(mutant) is right
+    assert not Verdict(True, True, first, differing, "", PLACES).at(mutant)
+
+
+def test_a_bench_learns_from_another_ones_file(benches, tmp_path):
+    mutant = catalogue.by_name()["kda-decay-softplus"]
+    bench = benches["nvidia", "tiny"]
+    sound = bench.sound(mutant)
+    bench.keep(mutant, tmp_path)
+    other = Bench("nvidia", "tiny", bench.directory)
+    other.take(mutant, tmp_path)
+    assert same(other.sound(mutant), sound)
+    assert other.judge.memory == bench.judge.memory != {}
+
+
+def test_an_engine_that_fails_without_a_fault_is_told_with_every_mutant(benches, tmp_path):
+    mutant = catalogue.by_name()["kda-decay-softplus"]
+    bench = Bench("nvidia", "tiny", benches["nvidia", "tiny"].directory)
+    bench.clean[run_name(mutant)] = "first divergence: TAP x"
+    bench.keep(mutant, tmp_path)
+    other = Bench("nvidia", "tiny", bench.directory)
+    other.take(mutant, tmp_path)
+    found = runner.run_one(mutant, {("nvidia", "tiny"): other})
+    assert "first divergence: TAP x" in found.error
+    assert not found.good
+
+
 @pytest.fixture(scope="module")
 def benches(tmp_path_factory):
     """A bench of one layer stands in for the whole `tiny`."""
     directory = make(tmp_path_factory.mktemp("mutants") / "tiny", "nvidia", "tiny", layers=(0,))
-    checkpoint = open_checkpoint(directory)
-    return {("nvidia", "tiny"): Bench("nvidia", "tiny", directory, checkpoint, Rebase(checkpoint, remember=True))}
+    return {("nvidia", "tiny"): Bench("nvidia", "tiny", directory)}
 
 
 SHOWN = ("mhc-post-not-doubled", "kda-decay-softplus", "quantiser-ties-away", "config-bound-defaulted")
