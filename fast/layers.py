@@ -7,15 +7,18 @@ fp32 partial sums until they are reduced, and are rounded once after that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fast import scratch
 from fast.linear import linear
 from fast.ops import indexer, kda, mhc, mla, mlp, norm, router
+from fast.scratch import Arena
 from fast.sharding import Mesh
 from fast.state import DsaState, KdaState
 
@@ -42,12 +45,18 @@ class Communicator(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model computes: storage dtype, KDA chunk width, absorbed or expanded MLA, ranks."""
+    """How a model computes: storage dtype, KDA chunk width, absorbed or expanded MLA, ranks, and where: by kind of
+    layer the workspace that all layers of that kind share (`fast.memory.workspace_layout`)."""
 
     dtype: torch.dtype = torch.bfloat16
     kda_chunk: int = 64
     absorbed: bool = True
     communicator: Communicator | None = None
+    arenas: Mapping[str, Arena] = field(default_factory=dict)
+
+    def frame(self, kind: str) -> AbstractContextManager[None]:
+        """The workspace of a kind, for as long as one call of a layer takes."""
+        return self.arenas[kind].frame() if kind in self.arenas else nullcontext()
 
     @property
     def mesh(self) -> Mesh:
@@ -78,7 +87,9 @@ class Kda:
 
         self.name, self.setting, self.eps, self.lower_bound = name, setting, text.rms_norm_eps, text.gate_lower_bound
         self.projections = [get(f"{x}_proj.weight") for x in "qkv"]
-        self.conv = torch.cat([get(f"{x}_conv1d.weight") for x in "qkv"])
+        conv = [f"{stem}.self_attn.{x}_conv1d.weight" for x in "qkv"]
+        fused = weights.fused(conv)
+        self.conv = torch.cat([weights.tensor(name) for name in conv]) if fused is None else fused
         self.f_a, self.f_b = get("f_a_proj.weight"), get("f_b_proj.weight")
         self.g_a, self.g_b = get("g_a_proj.weight"), get("g_b_proj.weight")
         self.b, self.A_log, self.dt_bias = get("b_proj.weight"), get("A_log"), get("dt_bias")
@@ -92,19 +103,24 @@ class Kda:
     def __call__(self, x: Tensor, state: KdaState, tap: Tap | None) -> Tensor:
         """x [T, D] -> attn.out [T, D]; a single token takes the recurrent form, more the chunked one."""
         T, H, d = x.shape[0], self.A_log.shape[0], self.o_norm.shape[0]
-        raw = torch.cat([linear(x, w) for w in self.projections], dim=-1)
+        raw = scratch.empty((T, 3 * H * d), x.dtype, x.device)
+        for part, w in zip(raw.split(H * d, 1), self.projections, strict=True):
+            with scratch.frame():
+                part.copy_(linear(x, w))
         mixed, history = kda.conv(raw, self.conv, state.history)
         q, k, v = mixed.view(T, 3, H, d).unbind(1)
         g = kda.decay(linear(linear(x, self.f_a), self.f_b), self.A_log, self.dt_bias, self.lower_bound)
         beta = torch.sigmoid(linear(x, self.b).float())
-        step = kda.unit(k), v.float(), g, beta
-        query = kda.unit(q) * d**-0.5
+        step = kda.unit(k), scratch.keep(v, torch.float32), g, beta
+        query = scratch.empty((T, H, d), torch.float32, x.device)
+        with scratch.frame():
+            torch.mul(kda.unit(q), d**-0.5, out=query)
         if T == 1:
             core, matrix = kda.recurrent(query, *step, state.matrix)
         else:
             core, matrix = kda.chunked(self.setting.kda_chunk, query, *step, state.matrix)
         state.advance(matrix, history, step)
-        core = core.to(x.dtype)
+        core = scratch.keep(core, x.dtype)
         if tap is not None:
             for leaf, value in zip(("q", "k", "v", "g", "beta", "core"), (q, k, v, g, beta, core), strict=True):
                 tap(f"{self.name}.attn.{leaf}", value)
@@ -276,7 +292,7 @@ class Layer:
     """One text layer: two hyper-connection sites around a mixer and a feed-forward block."""
 
     def __init__(self, weights: Any, index: int, text: Any, setting: Setting) -> None:
-        self.index, self.name, self.text = index, f"layers.{index}", text
+        self.index, self.name, self.text, self.setting = index, f"layers.{index}", text, setting
         self.kind, self.indexer, self.sparse = text.layer_kind(index), text.indexer_type(index), text.is_sparse(index)
         stem = f"{PREFIX}.layers.{index}"
         self.sites = {
@@ -297,34 +313,36 @@ class Layer:
 
     def __call__(
         self, streams: Tensor, state: KdaState | DsaState, tap: Tap | None, selected: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """streams [T, C, D] -> (streams, the selection in force). `selected` is the last full layer's."""
+    ) -> Tensor | None:
+        """streams [T, C, D], replaced in place -> the selection in force; `selected` is the last full layer's."""
         if tap is not None:
             tap(f"{self.name}.in", streams)
-        mix = self.hc("attn", streams, tap)
-        x = norm.rms(mhc.collapse(streams, mix.pre), self.norms["input"], self.text.rms_norm_eps)
-        if tap is not None:
-            tap(f"{self.name}.attn.in", x)
-        if isinstance(self.attn, Kda):
-            assert isinstance(state, KdaState)
-            out = self.attn(x, state, tap)
-        else:
-            assert isinstance(state, DsaState)
-            out, selected = self.attn(x, state, tap, selected if self.attn.indexer is None else None)
-        streams = mhc.combine(streams, out, mix.post, mix.comb)
-        if tap is not None:
-            tap(f"{self.name}.attn.out", out)
-            tap(f"{self.name}.mid", streams)
-        mix = self.hc("ffn", streams, tap)
-        x = norm.rms(mhc.collapse(streams, mix.pre), self.norms["post_attention"], self.text.rms_norm_eps)
-        if tap is not None:
-            tap(f"{self.name}.mlp.in", x)
-        out = self.mlp(x, tap)
-        streams = mhc.combine(streams, out, mix.post, mix.comb)
-        if tap is not None:
-            tap(f"{self.name}.mlp.out", out)
-            tap(f"{self.name}.out", streams)
-        return streams, selected
+        with self.setting.frame("KDA" if isinstance(self.attn, Kda) else "DSA"):
+            mix = self.hc("attn", streams, tap)
+            x = norm.rms(mhc.collapse(streams, mix.pre), self.norms["input"], self.text.rms_norm_eps)
+            if tap is not None:
+                tap(f"{self.name}.attn.in", x)
+            if isinstance(self.attn, Kda):
+                assert isinstance(state, KdaState)
+                out = self.attn(x, state, tap)
+            else:
+                assert isinstance(state, DsaState)
+                out, selected = self.attn(x, state, tap, selected if self.attn.indexer is None else None)
+            streams.copy_(mhc.combine(streams, out, mix.post, mix.comb))
+            if tap is not None:
+                tap(f"{self.name}.attn.out", out)
+                tap(f"{self.name}.mid", streams)
+        with self.setting.frame("MoE" if self.sparse else "dense"):
+            mix = self.hc("ffn", streams, tap)
+            x = norm.rms(mhc.collapse(streams, mix.pre), self.norms["post_attention"], self.text.rms_norm_eps)
+            if tap is not None:
+                tap(f"{self.name}.mlp.in", x)
+            out = self.mlp(x, tap)
+            streams.copy_(mhc.combine(streams, out, mix.post, mix.comb))
+            if tap is not None:
+                tap(f"{self.name}.mlp.out", out)
+                tap(f"{self.name}.out", streams)
+        return selected
 
     def hc(self, site: str, streams: Tensor, tap: Tap | None) -> mhc.Mix:
         text = self.text

@@ -53,10 +53,11 @@ class Ledger:
             self.peak_roles = {f"{role} ({owner})": n for (role, owner), n in self._roles.items() if n}
         return self._next
 
-    def release(self, ticket: int) -> None:
-        entry = self._entries.pop(ticket)
-        self._current[entry.place] -= entry.nbytes
-        self._roles[entry.role, entry.owner] -= entry.nbytes
+    def release(self, *tickets: int) -> None:
+        for ticket in tickets:
+            entry = self._entries.pop(ticket)
+            self._current[entry.place] -= entry.nbytes
+            self._roles[entry.role, entry.owner] -= entry.nbytes
 
     def split(self, ticket: int, name: str, role: str, owner: str, nbytes: int) -> int:
         """Give `nbytes` of an entry to a new one; no sum over a place changes. Returns the new ticket."""

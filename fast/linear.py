@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast import scratch
 from fast.nvfp4 import unscaled
 
 ROWS = 8
@@ -42,26 +43,21 @@ def linear(x: Tensor, weight: Any, out: torch.dtype | None = None) -> Tensor:
     (T, K), N = x.shape, codes.shape[0]
     assert (codes.shape, scale.shape) == ((N, K // 2), (N, K // 16)), (K, tuple(codes.shape), tuple(scale.shape))
     step = max(1, BLOCK_BYTES // (4 * K))
-    if step >= N:
-        return (_product(x, unscaled(codes, scale, x.dtype), torch.float32) * weight.scale_2).to(out)
-    y = x.new_empty(T, N, dtype=out)
+    y = scratch.empty((T, N), out, x.device)
     for n in range(0, N, step):
         rows = slice(n, n + step)
-        y[:, rows] = _product(x, unscaled(codes[rows], scale[rows], x.dtype), torch.float32) * weight.scale_2
+        with scratch.outside():
+            y[:, rows] = _product(x, unscaled(codes[rows], scale[rows], x.dtype), torch.float32) * weight.scale_2
     return y
 
 
 def _product(x: Tensor, weight: Tensor, out: torch.dtype) -> Tensor:
-    if x.is_cuda and x.dtype == weight.dtype and out in (x.dtype, torch.float32):
-        if out == x.dtype:
-            return F.linear(x, weight)
-        return torch.mm(x, weight.T, out_dtype=out)
     K, N = x.shape[1], weight.shape[0]
+    y = scratch.empty((x.shape[0], N), out, x.device)
+    if x.is_cuda and x.dtype == weight.dtype and out in (x.dtype, torch.float32):
+        return torch.mm(x, weight.T, out=y) if out == x.dtype else torch.mm(x, weight.T, out_dtype=out, out=y)
     x = x.float()
-    step = max(1, BLOCK_BYTES // (4 * K))
-    if step >= N or weight.dtype == torch.float32:
-        return F.linear(x, weight.float()).to(out)
-    y = x.new_empty(x.shape[0], N, dtype=out)
+    step = N if weight.dtype == torch.float32 else max(1, BLOCK_BYTES // (4 * K))
     for n in range(0, N, step):
         y[:, n : n + step] = F.linear(x, weight[n : n + step].float())
     return y

@@ -20,22 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fast import reader
 from fast.binding import Section, bind_plan, packing
 from fast.config import Config, TextConfig
-from fast.errors import DoesNotFitError, HardwareError
+from fast.errors import HardwareError
 from fast.layout import match
 from fast.ledger import Ledger
+from fast.scratch import Arena, aligned
 from fast.sharding import Mesh, component_slice
 from fast.shards import TensorInfo
 from fast.strictjson import Section as Keys
 from fast.strictjson import decode, read_small
 
 GIB = 1 << 30
-SCORE_TILE = 64 << 20
-"""Bytes of indexer scores alive at a time: they are made in tiles of rows, whatever the context."""
+TEMPORARIES = 512 << 20
+"""Bound on what one op holds besides its results, whatever the rows and the context: all work in tiles."""
 
 VERIFY_ROWS = 8
 STORAGE = 2
@@ -174,105 +174,123 @@ def cache_bytes(c: TextConfig, context: int) -> tuple[int, int, int]:
     return STORAGE * context * c.kv_lora_rank, STORAGE * (context // slots) * p, 2 * STORAGE * ring * p
 
 
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """An intermediate result of a layer; `passing` ones make room again for what comes after them."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    passing: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return aligned(self.dtype.itemsize * math.prod(self.shape))
+
+
+Layout = dict[str, dict[str, Buffer]]
+
+
 def workspace_layout(
-    config: Config, mesh: Mesh, rows: int, context: int, gate_rank: int, *, logit_rows: int
-) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
-    """{kind: {buffer: (dtype, shape)}} for calls of at most `rows` tokens. One set serves all layers of its kind; the
-    rows of routed experts are at worst all on this rank."""
+    config: Config, mesh: Mesh, rows: int, gate_rank: int, *, mtp: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Layout:
+    """{kind: {buffer}} of calls of at most `rows` tokens, in the order in which a layer makes them.
+
+    One set serves all layers of its kind. The rows of one expert are at worst all rows.
+    """
     c = config.text
-    b, f, i = torch.bfloat16, torch.float32, torch.int32
-    D, C, E, k = c.hidden_size, c.hc_mult, c.n_routed_experts, c.num_experts_per_tok
-    Hk, dk = c.linear_num_heads // mesh.tp, c.linear_head_dim
-    H, L, h, p = c.num_attention_heads // mesh.tp, c.kv_lora_rank, c.index_n_heads, c.index_head_dim
+    b, f = dtype, torch.float32
+    D, C, k = c.hidden_size, c.hc_mult, c.num_experts_per_tok
+    H, wide = c.linear_num_heads // mesh.tp, c.linear_num_heads // mesh.tp * c.linear_head_dim
+    heads, p = c.num_attention_heads // mesh.tp, c.index_head_dim
     F, S = c.intermediate_size // mesh.tp, c.shared_intermediate_size // mesh.tp
-    wide = c.moe_intermediate_size // mesh.expert_tp
-    pools = max(1, context // c.index_kpool)
-    tile = max(1, min(rows, SCORE_TILE // (4 * pools)))
-    width = c.index_topk + c.index_kpool - 1
-    layout: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {
-        "stack": {
-            "streams": (b, (2, rows, C, D)),
-            "mix": (f, (rows, c.hc_rows)),
-            "x": (b, (rows, D)),
-            "out": (f, (rows, D)),
-        },
+    per_expert = c.moe_intermediate_size // mesh.expert_tp
+    mixed, whole, routed = (b if n == 1 else f for n in (mesh.tp, mesh.world, mesh.expert_tp))
+
+    def of(dtype: torch.dtype, *width: int, passing: bool = False) -> Buffer:
+        return Buffer(dtype, (rows, *width), passing)
+
+    entry, leave = {"collapsed": of(b, D), "x": of(b, D)}, {"mixed": of(b, C, D)}
+    layout = {
+        "stack": {"streams": of(b, C, D)},
         "KDA": {
-            "raw": (b, (rows, 3 * Hk * dk)),
-            "qkv": (b, (rows, 3 * Hk * dk)),
-            "low": (b, (rows, 2 * gate_rank)),
-            "decay": (f, (rows, Hk, dk)),
-            "beta": (f, (rows, Hk)),
-            "gate": (b, (rows, Hk * dk)),
-            "core": (b, (rows, Hk * dk)),
+            **entry,
+            "raw": of(b, 3 * wide),
+            "projection": of(b, wide, passing=True),
+            "qkv": of(b, 3 * wide),
+            "f low": of(b, gate_rank),
+            "f": of(b, wide),
+            "decay": of(f, wide),
+            "beta": of(b, H),
+            "k": of(f, wide),
+            "v": of(f, wide),
+            "q": of(f, wide),
+            "unit q": of(f, wide, passing=True),
+            "sums": of(f, wide),
+            "core": of(b, wide),
+            "g low": of(b, gate_rank),
+            "g": of(b, wide),
+            "gated": of(b, wide),
+            "out": of(mixed, D),
+            **leave,
         },
         "DSA": {
-            "q_resid": (b, (rows, c.q_lora_rank)),
-            "latent": (b, (rows, L)),
-            "q": (b, (rows, H * c.qk_head_dim)),
-            "absorbed": (b, (rows, H, L)),
-            "context": (b, (rows, H, L)),
-            "core": (b, (rows, H * c.v_head_dim)),
-            "index q": (b, (rows, h, p)),
-            "index k": (b, (rows, 2, p)),
-            "index weights": (f, (rows, h)),
-            "scores": (f, (tile, pools)),
-            "selected": (i, (rows, width)),
+            **entry,
+            "q_a": of(b, c.q_lora_rank),
+            "q_resid": of(b, c.q_lora_rank),
+            "kv_a": of(b, c.kv_lora_rank),
+            "latent": of(b, c.kv_lora_rank),
+            "index key": of(b, p),
+            "index gate": of(b, p),
+            "index q": of(b, c.index_n_heads * p),
+            "index weights": of(b, c.index_n_heads),
+            "q": of(b, heads * c.qk_head_dim),
+            "core": of(b, heads, c.v_head_dim),
+            "out": of(mixed, D),
+            **leave,
         },
-        "dense": {"gate_up": (b, (rows, 2 * F)), "product": (b, (rows, F))} if c.first_k_dense_replace else {},
+        "dense": {**entry, "gate": of(b, F), "up": of(b, F), "product": of(b, F), "out": of(mixed, D), **leave},
         "MoE": {
-            "router": (f, (2, rows, E)),
-            "chosen": (i, (rows, k)),
-            "chosen weights": (f, (rows, k)),
-            "gathered": (b, (rows * k, D)),
-            "gate_up": (b, (rows * k, 2 * wide)),
-            "product": (b, (rows * k, wide)),
-            "routed": (f, (rows, D)),
-            "shared gate_up": (b, (rows, 2 * S)),
-            "shared product": (b, (rows, S)),
+            **entry,
+            "contributions": Buffer(routed, (rows * k, D)),
+            "expert": of(
+                torch.uint8,
+                sum(n * t.itemsize for n, t in ((D, b), *((per_expert, b),) * 3, (D, routed))),
+                passing=True,
+            ),
+            "routed": of(f, D),
+            **(
+                {"shared gate": of(b, S), "shared up": of(b, S), "shared product": of(b, S), "shared": of(whole, D)}
+                if mesh.adds_shared
+                else {}
+            ),
+            **leave,
         },
-        "head": {"logits": (f, (logit_rows, c.vocab_size // (mesh.tp if mesh.vocab != "replicated" else 1)))},
     }
-    return {kind: buffers for kind, buffers in layout.items() if buffers}
+    sparse = c.num_hidden_layers > c.first_k_dense_replace
+    there = {"KDA": c.kda_layers, "DSA": c.full_attn_layers or mtp, "dense": c.first_k_dense_replace}
+    there["MoE"] = sparse or mtp
+    return {kind: buffers for kind, buffers in layout.items() if there.get(kind, True)}
 
 
-class Workspaces:
-    """The buffers of `workspace_layout` in memory, one allocation per kind, entered in the ledger."""
-
-    def __init__(
-        self,
-        layout: Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]],
-        device: str | torch.device,
-        ledger: Ledger,
-    ) -> None:
-        self._views: dict[tuple[str, str], Tensor] = {}
-        for kind, buffers in layout.items():
-            offsets, size = {}, 0
-            for name, (dtype, shape) in buffers.items():
-                offsets[name] = size
-                size += _aligned(dtype.itemsize * math.prod(shape))
-            flat = torch.empty(size, dtype=torch.uint8, device=device)
-            ledger.charge(f"workspace {kind}", kind, "workspace", size)
-            for name, (dtype, shape) in buffers.items():
-                n = dtype.itemsize * math.prod(shape)
-                self._views[kind, name] = flat[offsets[name] : offsets[name] + n].view(dtype).view(shape)
-
-    def get(self, kind: str, name: str, rows: int) -> Tensor:
-        """The first `rows` rows of a buffer. Raises DoesNotFitError when more are asked for than were planned."""
-        view = self._views[kind, name]
-        if rows > view.shape[0]:
-            raise DoesNotFitError(f"workspace {kind} {name}: {rows} rows, planned for {view.shape[0]}")
-        return view[:rows]
+def workspace_bytes(layout: Layout) -> dict[str, int]:
+    """What each kind needs at most at a time."""
+    out = {}
+    for kind, buffers in layout.items():
+        used = most = 0
+        for buffer in buffers.values():
+            most = max(most, used + buffer.nbytes)
+            used += 0 if buffer.passing else buffer.nbytes
+        out[kind] = most
+    return out
 
 
-def workspace_bytes(layout: Mapping[str, Mapping[str, tuple[torch.dtype, tuple[int, ...]]]]) -> dict[str, int]:
-    return {
-        kind: sum(_aligned(dtype.itemsize * math.prod(shape)) for dtype, shape in buffers.values())
-        for kind, buffers in layout.items()
-    }
-
-
-def _aligned(n: int) -> int:
-    return -(-n // 256) * 256
+def workspaces(layout: Layout, device: str | torch.device, ledger: Ledger) -> tuple[dict[str, Arena], list[int]]:
+    """One allocation per kind, and their tickets in the ledger."""
+    arenas, tickets = {}, []
+    for kind, size in workspace_bytes(layout).items():
+        arenas[kind] = Arena(kind, size, device)
+        tickets.append(ledger.charge(f"workspace {kind}", kind, "workspace", size))
+    return arenas, tickets
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +337,9 @@ def plan(
 
     def scratch(n: int) -> dict[str, int]:
         rows = max(min(prefill_rows, n), drafts + 1)
-        return workspace_bytes(workspace_layout(config, mesh, rows, n, gate_rank, logit_rows=logit_rows or rows))
+        shared = workspace_bytes(workspace_layout(config, mesh, rows, gate_rank, mtp=mtp))
+        vocabulary = config.text.vocab_size // (1 if mesh.vocab == "replicated" else mesh.tp)
+        return shared | {"logits": 4 * (logit_rows or rows) * vocabulary, "temporaries": TEMPORARIES}
 
     def serving(n: int) -> int:
         state = state_bytes(config, mesh, n, drafts=drafts, mtp=mtp)

@@ -8,17 +8,20 @@ Longer calls are cut into windows, which bounds the workspace of a prompt of any
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fast import memory, scratch
 from fast.errors import InputError, MeshError
 from fast.layers import PREFIX, Communicator, Layer, Setting, Tap
 from fast.linear import ROWS, exact_sums, linear
 from fast.loader import Weights, load
 from fast.ops import norm
+from fast.scratch import Arena
 from fast.state import KdaState, State
 from fast.store import checked_device
 
@@ -60,7 +63,7 @@ class TextModel:
         self.weights = source if isinstance(source, Weights) else load(source, device=device, mtp=mtp)
         self.config = self.weights.config
         text = self.config.text
-        self.setting = Setting(dtype, kda_chunk, mla == "absorbed", communicator)
+        self.setting = Setting(dtype, kda_chunk, mla == "absorbed", communicator, self._workspaces(dtype))
         if self.setting.mesh != self.weights.mesh:
             raise MeshError(f"weights of {self.weights.mesh} for a model of {self.setting.mesh}")
         self.layers = [Layer(self.weights, i, text, self.setting) for i in range(text.num_hidden_layers)]
@@ -68,6 +71,17 @@ class TextModel:
         self.norm = self.weights.tensor(f"{PREFIX}.norm.weight")
         self.lm_head = self.weights.tensor("lm_head.weight")
         self.state = self.fresh()
+
+    def _workspaces(self, dtype: torch.dtype) -> dict[str, Arena]:
+        """What all layers of a kind share, as large as a window and a verification need, before any state is made."""
+        text, weights, names = self.config.text, self.weights, self.weights.names()
+        rows = max(min(self.window, text.max_position_embeddings), ROWS)
+        low = [weights.tensor(f"{PREFIX}.layers.{i}.self_attn.f_a_proj.weight").shape[0] for i in text.kda_layers[:1]]
+        mtp = any(f"{PREFIX}.layers.{i}.eh_proj.weight" in names for i in text.mtp_layers)
+        layout = memory.workspace_layout(self.config, weights.mesh, rows, sum(low), mtp=mtp, dtype=dtype)
+        arenas, tickets = memory.workspaces(layout, self.device, weights.ledger)
+        weakref.finalize(self, weights.ledger.release, *tickets)
+        return arenas
 
     def fresh(self) -> State:
         return State({layer.name: layer.attn.fresh(self.device) for layer in self.layers})
@@ -103,19 +117,24 @@ class TextModel:
         T, text = len(ids), self.config.text
         parts = ids.split(1) if T <= ROWS else (ids,)
         if tap is not None:
+            tap = scratch.copies(tap)
             tap("tokens", ids.int())
         self.state.advance(T)
-        rows = [self.embed(part, tap) for part in parts]
-        rows = [x[:, None, :].expand(-1, text.hc_mult, -1).contiguous() for x in rows]
-        selected: list[Tensor | None] = [None] * len(rows)
-        for layer in self.layers:
-            state = self.state.layers[layer.name]
-            for i, streams in enumerate(rows):
-                rows[i], selected[i] = layer(streams, state, tap, selected[i])
-            if tap is not None and isinstance(state, KdaState):
-                tap(f"{layer.name}.attn.state", state.matrix)
-                tap(f"{layer.name}.attn.conv_state", state.history)
-        return torch.cat([self.final(streams, tap) for streams in rows])
+        with self.setting.frame("stack"):
+            streams = scratch.empty((T, text.hc_mult, text.hidden_size), self.setting.dtype, self.device)
+            rows = streams.split([len(part) for part in parts])
+            for row, part in zip(rows, parts, strict=True):
+                row.copy_(self.embed(part, tap)[:, None, :])
+            selected: list[Tensor | None] = [None] * len(rows)
+            for layer in self.layers:
+                state = self.state.layers[layer.name]
+                for i, row in enumerate(rows):
+                    selected[i] = layer(row, state, tap, selected[i])
+                if tap is not None and isinstance(state, KdaState):
+                    tap(f"{layer.name}.attn.state", state.matrix)
+                    tap(f"{layer.name}.attn.conv_state", state.history)
+            with scratch.outside():
+                return torch.cat([self.final(row, tap) for row in rows])
 
     def embed(self, ids: Tensor, tap: Tap | None = None) -> Tensor:
         """ids [T] -> [T, D]. Where the vocabulary is divided, each rank looks up its own rows and the sum is exact."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fast import scratch
 from fast.errors import InputError
 from fast.layers import PREFIX, Dsa, Moe, Tap
 from fast.linear import ROWS, linear
@@ -64,7 +65,7 @@ class Mtp:
         Rows are appended to the block's state; at most `ROWS` of them are computed one by one, as the target's are.
         `selected` replaces the indexer's choice (its keys and pools are kept all the same).
         """
-        T = hidden.shape[0]
+        T, tap = hidden.shape[0], None if tap is None else scratch.copies(tap)
         assert tokens.shape == (T,), (tuple(hidden.shape), tuple(tokens.shape))
         self.state.advance(T)
         step = 1 if T <= ROWS else self.target.window
@@ -83,20 +84,23 @@ class Mtp:
         z = linear(pair, self.eh_proj)
         if tap is not None:
             tap(f"{NAME}.z", z)
-        x = norm.rms(z, self.input_norm, self.eps)
-        if tap is not None:
-            tap(f"{NAME}.attn.in", x)
-        out, used = self.attn(x, state, tap, selected)
-        z = _add(z, out)
-        if tap is not None:
-            tap(f"{NAME}.attn.out", out)
-        x = norm.rms(z, self.mlp_norm, self.eps)
-        if tap is not None:
-            tap(f"{NAME}.mlp.in", x)
-        out = self.mlp(x, tap)
-        if tap is not None:
-            tap(f"{NAME}.mlp.out", out)
-        return norm.rms(_add(z, out), self.head_norm, self.eps), used
+        with self.target.setting.frame("DSA"):
+            x = norm.rms(z, self.input_norm, self.eps)
+            if tap is not None:
+                tap(f"{NAME}.attn.in", x)
+            out, used = self.attn(x, state, tap, selected)
+            z = _add(z, out)
+            if tap is not None:
+                tap(f"{NAME}.attn.out", out)
+        with self.target.setting.frame("MoE"):
+            x = norm.rms(z, self.mlp_norm, self.eps)
+            if tap is not None:
+                tap(f"{NAME}.mlp.in", x)
+            out = self.mlp(x, tap)
+            z = _add(z, out)
+            if tap is not None:
+                tap(f"{NAME}.mlp.out", out)
+        return norm.rms(z, self.head_norm, self.eps), used
 
     def logits(self, y: Tensor, tap: Tap | None = None) -> Tensor:
         """y [T, D] -> draft logits [T, V] fp32 through the target's lm_head."""

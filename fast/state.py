@@ -62,7 +62,7 @@ class KdaState:
         self.matrix, self.history = matrix, history
         self.length += len(step[0])
         if self._entry is not None:
-            self._steps.append((*(part[0] for part in step), history))
+            self._steps.append((*(part[0].clone() for part in step), history))
 
     def begin(self) -> None:
         self._entry, self._steps = (self.matrix, self.history), []

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fast import scratch
+
 SUB = 8
 """Widest sub-block: inside one, decays between two tokens come from sums of the g in between, never from e^(+x)."""
 
-SEGMENT = 1024
-"""Tokens whose chunks are prepared together: bounds the workspace of `chunked`."""
+SEGMENT = 256  # tokens whose chunks are prepared together: bounds the temporaries of `chunked`
 
 
 def conv(x: Tensor, weight: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,26 +26,29 @@ def conv(x: Tensor, weight: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
     """
     (T, c), (c_, one, n) = x.shape, weight.shape
     assert (c_, one, history.shape) == (c, 1, (n - 1, c)), (c, tuple(weight.shape), tuple(history.shape))
-    padded = torch.cat([history, x])
-    kernel = weight.float()
-    total = padded[:T].float() * kernel[:, 0, 0]
-    for j in range(1, n):
-        total = total + padded[j : j + T].float() * kernel[:, 0, j]
-    return (total * torch.sigmoid(total)).to(x.dtype), padded[T:].clone()
+    kernel, out = weight.float(), scratch.empty((T, c), x.dtype, x.device)
+    for rows in scratch.tiles(T, 16 * c):
+        padded, t = torch.cat([history, x[rows]]), rows.stop - rows.start
+        total = padded[:t].float() * kernel[:, 0, 0]
+        for j in range(1, n):
+            total = total + padded[j : j + t].float() * kernel[:, 0, j]
+        out[rows] = total * torch.sigmoid(total)
+        history = padded[t:]
+    return out, history.clone()
 
 
 def decay(f: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float) -> Tensor:
     """f [T, H*d], A_log [H] fp32, dt_bias [H*d] fp32 -> log decay g [T, H, d] fp32, between lower_bound and 0."""
     T, H = f.shape[0], A_log.shape[0]
     assert dt_bias.shape == f.shape[1:], (tuple(f.shape), tuple(dt_bias.shape))
-    pre = (f.float() + dt_bias).view(T, H, -1)
-    return lower_bound * torch.sigmoid(torch.exp(A_log)[:, None] * pre)
+    rate, bias = torch.exp(A_log)[:, None], dt_bias.view(H, -1)
+    gate = scratch.by_rows(lambda x: torch.sigmoid(rate * (x + bias)), f.view(T, H, -1), dtype=torch.float32)
+    return gate.mul_(lower_bound)
 
 
 def unit(x: Tensor) -> Tensor:
     """x [.., d] -> x / sqrt(sum x^2 + 1e-6), fp32."""
-    x = x.float()
-    return x / torch.sqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return scratch.by_rows(lambda x: x / torch.sqrt(x.square().sum(-1, keepdim=True) + 1e-6), x, dtype=torch.float32)
 
 
 def update(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
@@ -73,20 +77,18 @@ def chunked(w: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:
     """As `recurrent(*inputs)`, in chunks of `w` tokens; the last one is filled up with tokens that change nothing."""
     _check(*inputs)
     q, k, v, g, beta, state = inputs
-    T, H, d = q.shape
-    w = min(w, -(-T // SUB) * SUB)
+    (T, H, d), w = q.shape, min(w, -(-len(q) // SUB) * SUB)
     step = max(1, SEGMENT // w) * w
-    core = []
+    core = scratch.empty((T, H, d), q.dtype, q.device)
     for t in range(0, T, step):
         out, state = _segment([_split(x[t : t + step], w) for x in (q, k, v, g, beta[:, :, None])], state)
-        core.append(out.permute(0, 2, 1, 3).reshape(-1, H, d)[: min(step, T - t)])
-    return torch.cat(core), state
+        core[t : t + step] = out.permute(0, 2, 1, 3).reshape(-1, H, d)[: min(step, T - t)]
+    return core, state
 
 
 def _split(x: Tensor, w: int) -> Tensor:
     """[T, H, n] -> [chunks, H, w, n], zero filled."""
-    T, H, n = x.shape
-    chunks = -(-T // w)
+    (T, H, n), chunks = x.shape, -(-len(x) // w)
     return torch.cat([x, x.new_zeros(chunks * w - T, H, n)]).view(chunks, w, H, n).transpose(1, 2).contiguous()
 
 
@@ -144,6 +146,6 @@ def gated_norm(core: Tensor, gate: Tensor, o_norm: Tensor, eps: float) -> Tensor
     """core, gate [T, H, d], o_norm [d], shared by the heads -> norm(core) * sigmoid(gate), [T, H*d] in storage."""
     T, H, d = core.shape
     assert (gate.shape, o_norm.shape) == ((T, H, d), (d,)), (tuple(gate.shape), tuple(o_norm.shape))
-    wide = core.float()
-    wide = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps) * o_norm.float()
-    return (wide * torch.sigmoid(gate.float())).reshape(T, H * d).to(core.dtype)
+    root, scale = lambda x: torch.sqrt(x.square().mean(-1, keepdim=True) + eps), o_norm.float()
+    y = scratch.by_rows(lambda x, z: x / root(x) * scale * torch.sigmoid(z), core, gate, dtype=core.dtype)
+    return y.view(T, H * d)

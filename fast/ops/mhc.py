@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fast import scratch
+
 
 class Weights(NamedTuple):
     """The three tensors of one site: fn [(2+C)C, C*D], base [(2+C)C] fp32, scale [3] fp32 (pre, post, comb)."""
@@ -35,6 +37,10 @@ def mix(streams: Tensor, weights: Weights, *, norm_eps: float, hc_eps: float, it
     Sinkhorn steps. Columns (axis -2) are normalised first and last.
     """
     T, C, D = streams.shape
+    tiles = scratch.tiles(T, 8 * C * D)
+    if len(tiles) > 1:
+        parts = [mix(streams[rows], weights, norm_eps=norm_eps, hc_eps=hc_eps, iterations=iterations) for rows in tiles]
+        return Mix(*(torch.cat(part) for part in zip(*parts, strict=True)))
     fn, base, scale = weights
     rows = (2 + C) * C
     assert (fn.shape, base.shape, scale.shape) == ((rows, C * D), (rows,), (3,)), (tuple(fn.shape), C, D)
@@ -58,9 +64,13 @@ def sinkhorn(comb: Tensor, eps: float, iterations: int) -> Tensor:
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """streams [T, C, D], pre [T, C] -> sum_i pre[i] S[i], [T, D] in storage."""
-    T, C, _ = streams.shape
+    T, C, D = streams.shape
     assert pre.shape == (T, C), (tuple(streams.shape), tuple(pre.shape))
-    return (pre[:, :, None] * streams.float()).sum(1).to(streams.dtype)
+
+    def work(streams: Tensor, pre: Tensor) -> Tensor:
+        return (pre[:, :, None] * streams).sum(1)
+
+    return scratch.by_rows(work, streams, pre, dtype=streams.dtype, shape=(T, D))
 
 
 def combine(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -71,5 +81,8 @@ def combine(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     T, C, D = streams.shape
     found = out.shape, post.shape, comb.shape
     assert found == ((T, D), (T, C), (T, C, C)), (tuple(streams.shape), found)
-    mixed = torch.bmm(comb.transpose(1, 2), streams.float())
-    return (mixed + post[:, :, None] * out.float()[:, None, :]).to(streams.dtype)
+
+    def work(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return torch.bmm(comb.transpose(1, 2), streams) + post[:, :, None] * out[:, None, :]
+
+    return scratch.by_rows(work, streams, out, post, comb, dtype=streams.dtype)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fast import scratch
 from fast.linear import linear
 
 TILE_BYTES = 1 << 27
@@ -24,18 +25,18 @@ def attend(q: Tensor, latents: Tensor, selected: Tensor, kv_b: Tensor, *, values
     assert found == (T, (H * (N + values), L)), (found, T, H, N, values, L)
     if 0 in (W, n):
         return q.new_zeros(T, H, values)
-    ids = selected.long().sort(-1).values
-    valid = (ids >= 0) & (ids < n)
-    valid[:, 1:] &= ids[:, 1:] != ids[:, :-1]
-    ids = ids.clamp(0, n - 1)
     kernel = _absorbed if absorbed else _expanded
     per_query = 4 * W * (L + 2 * H) if absorbed else 4 * min(W, n) * H * (N + values + 2)
-    rows = max(1, TILE_BYTES // per_query)
-    parts = [
-        kernel(q[t : t + rows], latents, ids[t : t + rows], valid[t : t + rows], kv_b, values)
-        for t in range(0, T, rows)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    step = max(1, TILE_BYTES // per_query)
+    core = scratch.empty((T, H, values), q.dtype, q.device)
+    for t in range(0, T, step):
+        rows = slice(t, t + step)
+        ids = selected[rows].long().sort(-1).values
+        valid = (ids >= 0) & (ids < n)
+        valid[:, 1:] &= ids[:, 1:] != ids[:, :-1]
+        with scratch.outside():
+            core[rows] = kernel(q[rows], latents, ids.clamp(0, n - 1), valid, kv_b, values)
+    return core
 
 
 def _absorbed(q: Tensor, latents: Tensor, ids: Tensor, valid: Tensor, kv_b: Tensor, values: int) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fast import scratch
 from fast.linear import linear
 
 
@@ -24,9 +25,12 @@ class Projections(NamedTuple):
 def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """gate, up [T, F] -> silu(min(gate, limit)) * clip(up, -limit, limit), fp32, one rounding to storage."""
     assert gate.shape == up.shape, (tuple(gate.shape), tuple(up.shape))
-    g = gate.float().clamp(max=limit)
-    u = up.float().clamp(min=-limit, max=limit)
-    return (g * torch.sigmoid(g) * u).to(gate.dtype)
+
+    def work(g: Tensor, u: Tensor) -> Tensor:
+        g, u = g.clamp(max=limit), u.clamp(min=-limit, max=limit)
+        return g * torch.sigmoid(g) * u
+
+    return scratch.by_rows(work, gate, up, dtype=gate.dtype, temporaries=4)
 
 
 def dense(x: Tensor, weights: Projections, limit: float, out: torch.dtype | None = None) -> Tensor:
@@ -51,16 +55,21 @@ def routed(
     flat = indices.reshape(-1).long()
     order = torch.argsort(flat, stable=True)
     experts, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    contributions = x.new_zeros(T * k, D, dtype=out)
+    contributions = scratch.empty((T * k, D), out or x.dtype, x.device).zero_()
     start = 0
     for expert, count in zip(experts.tolist(), counts.tolist(), strict=True):
         slots, start = order[start : start + count], start + count
         i = expert - bank.first
         if 0 <= i < bank.count:
             block = Projections(bank.gate[i], bank.up[i], bank.down[i])
-            contributions[slots] = dense(x[slots // k], block, limit, out)
-    contributions = contributions.view(T, k, D)
-    total = weights[:, 0, None] * contributions[:, 0].float()
-    for slot in range(1, k):
-        total = total + weights[:, slot, None] * contributions[:, slot].float()
-    return total
+            with scratch.frame():
+                mine = torch.index_select(x, 0, slots // k, out=scratch.empty((count, D), x.dtype, x.device))
+                contributions[slots] = dense(mine, block, limit, out)
+
+    def work(contributions: Tensor, weights: Tensor) -> Tensor:
+        total = weights[:, 0, None] * contributions[:, 0]
+        for slot in range(1, k):
+            total = total + weights[:, slot, None] * contributions[:, slot]
+        return total
+
+    return scratch.by_rows(work, contributions.view(T, k, D), weights, dtype=torch.float32, shape=(T, D))

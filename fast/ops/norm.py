@@ -8,14 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fast import scratch
+
 
 def rms(x: Tensor, weight: Tensor, eps: float, out: torch.dtype | None = None) -> Tensor:
     """x [.., D], weight [D] -> weight * x / sqrt(mean(x^2) + eps), [.., D]."""
     D = x.shape[-1]
     assert weight.shape == (D,), (tuple(x.shape), tuple(weight.shape))
-    wide = x.float()
-    wide = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (weight.float() * wide).to(out or x.dtype)
+    scale = weight.float()
+
+    def work(wide: Tensor) -> Tensor:
+        return scale * (wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps))
+
+    return scratch.by_rows(work, x.reshape(-1, D), dtype=out or x.dtype).view(x.shape)
 
 
 def layer(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
