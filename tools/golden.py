@@ -36,7 +36,7 @@ class Lane(StrEnum):
     arm64 = "arm64"
 
 
-STEPS = {Lane.features: 2, Lane.blas: 10, Lane.numpy: 2, Lane.arm64: 3}
+STEPS = {Lane.features: 2, Lane.blas: 6, Lane.numpy: 2, Lane.arm64: 3}
 """Runs of a lane on the machines we know, for the progress bar."""
 
 

@@ -146,7 +146,7 @@ def features(directory: Path, progress: Progress = lambda label: None) -> Iterat
 
 
 def blas(directory: Path, progress: Progress = lambda label: None) -> Iterator[Outcome]:
-    """(b) Several OpenBLAS kernels, each with one thread and with two."""
+    """(b) Several OpenBLAS kernels with one thread and with two, in turn; the first with both."""
 
     def job(core: str, threads: int) -> Job:
         def took(environment: dict[str, Any]) -> str:
@@ -157,14 +157,21 @@ def blas(directory: Path, progress: Progress = lambda label: None) -> Iterator[O
         return Job(f"blas: {core}, {count} thread{'s' if threads > 1 else ''}", settings, took)
 
     cores = X86_CORES if platform.machine() in ("x86_64", "AMD64") else ARM_CORES
+    runs = blas_runs(cores)
     seen = set()
-    for outcome in _run_all((job(core, threads) for core in cores for threads in THREADS), directory, progress):
+    for outcome in _run_all((job(core, threads) for core, threads in runs), directory, progress):
         seen.add(outcome.environment.get("core"))
         yield outcome
     if len(seen - {None, "unknown"}) < FEWEST_CORES:
         yield Outcome(
             "blas", problem=f"the setting did not take effect: OpenBLAS only ever ran {sorted(map(str, seen))}"
         )
+
+
+def blas_runs(cores: Sequence[str]) -> list[tuple[str, int]]:
+    """(kernel, threads): each kernel once, the threads in turn, and the first kernel with every count."""
+    turns = [(core, THREADS[place % len(THREADS)]) for place, core in enumerate(cores)]
+    return [*((cores[0], threads) for threads in THREADS[1:]), *turns]
 
 
 def oldest_numpy() -> dict[str, str]:

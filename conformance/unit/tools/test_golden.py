@@ -282,6 +282,15 @@ def test_a_lane_without_effect_fails(monkeypatch: pytest.MonkeyPatch, golden: Pa
     assert [bool(outcome.problem) for outcome in lanes.features(golden)] == [True]
 
 
+def test_every_blas_kernel_runs_and_every_thread_count() -> None:
+    for cores in (lanes.X86_CORES, lanes.ARM_CORES):
+        runs = lanes.blas_runs(cores)
+        assert {core for core, _ in runs} == set(cores)
+        assert {threads for core, threads in runs if core == cores[0]} == set(lanes.THREADS)
+        assert len({threads for core, threads in runs if core != cores[0]}) == len(lanes.THREADS)
+        assert len(set(runs)) == len(runs)
+
+
 def test_a_lane_reports_a_difference(golden: Path) -> None:
     """A real process, on goldens of which most of the catalogue is missing."""
     outcome = lanes.run("lane", [sys.executable], golden / "nowhere", {})
