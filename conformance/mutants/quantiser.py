@@ -11,6 +11,7 @@ from conformance.mutants.record import Patch, family, output, replace
 
 N = "fast.nvfp4"
 CODES, SCALE, SCALE_2 = "encode.codes.*", "encode.scale.*", "encode.scale_2.*"
+"""Of the first blocks, `ties`; what these do not find is named with its own."""
 _m = family("quantiser")
 
 
@@ -73,7 +74,7 @@ def _nothing(*args: Any) -> None:
 
 
 MUTANTS = (
-    _m("quantiser-no-clamp", "FB12", SCALE, encoder(ceiling=1e9, cast="plain"), probe="codec"),
+    _m("quantiser-no-clamp", "FB12", "encode.scale.foreign", encoder(ceiling=1e9, cast="plain"), probe="codec"),
     _m("quantiser-ties-away", "FB05", CODES, encoder(ties="away"), probe="codec", fast=True),
     _m("quantiser-ties-down", "FB05", CODES, encoder(ties="down"), probe="codec"),
     _m("quantiser-truncates", "FB05", CODES, encoder(ties="truncate"), probe="codec"),
@@ -83,10 +84,22 @@ MUTANTS = (
     _m("quantiser-no-negative-zero", "FB10", CODES, encoder(sign="never zero"), probe="codec"),
     _m("quantiser-sign-lost", "exports.md 3.2", CODES, encoder(sign="none"), probe="codec"),
     _m("quantiser-scale-for-448-and-8", "exports.md 3.2", SCALE, encoder(divide=8.0), probe="codec"),
-    _m("quantiser-scale-rounded-up", "exports.md 3.2", SCALE, encoder(cast="up"), probe="codec"),
-    _m("quantiser-codes-by-unrounded-scale", "exports.md 3.2", CODES, encoder(through=1.0), probe="codec"),
+    _m("quantiser-scale-rounded-up", "exports.md 3.2", "encode.scale.normal", encoder(cast="up"), probe="codec"),
+    _m(
+        "quantiser-codes-by-unrounded-scale",
+        "exports.md 3.2",
+        "encode.codes.range",
+        encoder(through=1.0),
+        probe="codec",
+    ),
     _m("quantiser-nibbles-swapped", "exports.md 3.1", CODES, encoder(order=-1), probe="codec"),
-    _m("quantiser-scale_2-inverted", "FB08", SCALE_2, output(f"{N}:tensor_scale", lambda s: 1 / s), probe="codec"),
+    _m(
+        "quantiser-scale_2-inverted",
+        "FB08",
+        "encode.scale_2.zero-block",
+        output(f"{N}:tensor_scale", lambda s: 1 / s),
+        probe="codec",
+    ),
     _m(
         "quantiser-scale_2-of-448",
         "exports.md 3.2",
@@ -97,14 +110,14 @@ MUTANTS = (
     _m(
         "quantiser-scale_2-bf16",
         "exports.md 3.2",
-        SCALE_2,
+        "encode.scale_2.zero-block",
         output(f"{N}:tensor_scale", lambda s: s.bfloat16().float()),
         probe="codec",
     ),
     _m(
         "quantiser-scale_2-of-zeros",
         "FB03",
-        f"{SCALE_2} {SCALE}",
+        "encode.scale_2.zeros",
         replace(f"{N}:tensor_scale", _no_zero_rule),
         probe="codec",
     ),
