@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -35,7 +36,7 @@ _LOWEST = {"bfloat16": -133, "float16": -24, "float32": -149, "float64": -1074}
 _FINE_BITS = 13
 _SHOWN = 8
 _FEW_ROWS = 32
-_TINY = float(np.finfo(np.float32).tiny)
+_TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,10 @@ class Step:
     slope: Callable[[Floats], Floats] | None = None
     kinked: bool = False
     coarse: bool = False
+
+    def row(self, **found: Any) -> TapRow:
+        """The row of a report on this step."""
+        return TapRow(order=self.order, tap=self.tap, layer=self.layer, step=self.name, inputs=self.inputs, **found)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,8 @@ def half_ulp(values: Floats, dtype: str) -> Floats:
 
 def on_grid(values: npt.NDArray[np.floating], bits: int) -> npt.NDArray[np.bool_]:
     """True where the fp32 representation of a value has its lowest `bits` bits zero (16: bf16, 13: TF32 or fp16)."""
-    pattern = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    with np.errstate(over="ignore"):
+        pattern = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
     return (pattern & np.uint32((1 << bits) - 1)) == 0
 
 
@@ -165,7 +171,7 @@ def judge(
     shape, heads, kind = layout.flat, layout.heads, stored_as(engine)
     actual, expected = layout.spread(engine.astype(np.float64)), layout.spread(centre)
     used = np.ones(shape, bool) if valid is None else layout.spread(np.broadcast_to(valid, centre.shape))
-    broken = used & ~(np.isfinite(actual) & np.isfinite(expected))
+    broken = used & ~((np.abs(actual) <= _LARGEST) & np.isfinite(expected))
     fit = used & ~broken
     drawn = layout.spread(samples)
     with np.errstate(invalid="ignore"):
@@ -191,7 +197,7 @@ def judge(
     failing = int(np.count_nonzero(ratio > 1))
     checks.insert(0, _element_check(ratio, allowed, error, layout))
     if broken.any():
-        checks.insert(0, Check("finite", float(broken.sum()), 0.0, math.inf, False, "NaN or infinity"))
+        checks.insert(0, Check("finite", float(broken.sum()), 0.0, math.inf, False, "NaN, infinity or past float32"))
     if step.fine:
         checks.append(_grid_check(actual, expected, drawn, fit, budget))
     return _row(step, checks, ratio, allowed, actual, expected, error, fit, spread, failing, layout, choices, flips)
@@ -425,12 +431,7 @@ def _row(
     if bad:
         worst = bad[0]
         message = f"{worst.name} {worst.statistic:.4g}, allowed {worst.allowed:.4g} ({worst.ratio:.3g} x) {worst.where}"
-    return TapRow(
-        order=step.order,
-        tap=step.tap,
-        layer=step.layer,
-        step=step.name,
-        inputs=step.inputs,
+    return step.row(
         kind="bounded",
         passed=not bad and compared > 0,
         compared=compared,

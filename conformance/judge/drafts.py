@@ -131,6 +131,12 @@ def problems(trace: Trace, config: ModelConfig) -> Iterator[Problem]:
         text = f"metadata {EXPERTS} is {experts}, expected {want}"
         yield Problem("metadata", EXPERTS, experts, want, True, text)
     ids = trace.taps.get("tokens")
+    told, first = trace.metadata.get("mtp"), next((name for name in order(config.text) if name in trace.taps), "")
+    if told is not None and first and ids is not None and ids.ndim:
+        drafts = sizes(trace, config)["M"] - len(ids) + 1
+        if told != str(drafts):
+            text = f"metadata mtp is {told}, but tap {first} has rows for {drafts} drafts"
+            yield Problem("metadata", "mtp", told, str(drafts), True, text)
     if ids is not None and ids.ndim and sizes(trace, config)["M"] > len(ids):
         for name in lacking(trace):
             text = f"tap {name} is missing: the rows of later drafts are not judged"

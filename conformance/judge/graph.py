@@ -96,7 +96,7 @@ def traits(config: TextConfig, tap: str) -> Traits:
         "indexer.pool_keys": Traits(c.index_kpool, time=False),
         "indexer.scores": Traits(c.index_n_heads * c.index_head_dim, fine=True, kinked=True, coarse=False),
         "router.logits": Traits(c.hidden_size, widen=math.sqrt(c.hidden_size), fine=True, coarse=False),
-        "logits": Traits(c.hidden_size, widen=math.sqrt(c.hidden_size), coarse=False),
+        "logits": Traits(c.hidden_size, widen=math.sqrt(c.hidden_size), fine=True, coarse=False),
     }
     if tap == "mtp.logits":
         return Traits(c.hidden_size)  # its step begins at z: bf16 rounding outweighs the sums

@@ -159,7 +159,8 @@ class Run:
         taint = self._taint_of(node)
         for name in outputs:
             centre, engine = centres[name], self.trace.taps[name]
-            valid = np.isfinite(centre)
+            # What is not finite by its meaning (scores of no candidate) has to be the same, the rest is compared.
+            valid = np.isfinite(centre) | (engine.astype(np.float64) != centre)
             step = self._step(node, name)
             if taint is not None and step.time:
                 valid &= ~taint.reshape(-1, *[1] * (centre.ndim - 1))
@@ -212,10 +213,11 @@ class Run:
         for name in self._roots(node):
             tap = self.trace.taps[name]
             if tap.dtype.kind in "fV":
-                values = tap.astype(np.float32)
+                with np.errstate(over="ignore"):
+                    values = tap.astype(np.float32)
                 bad = np.isnan(values) if name.endswith(".scores") else ~np.isfinite(values)
                 if bad.any():
-                    return f"input {name} holds {int(bad.sum())} values that are not finite"
+                    return f"input {name} holds {int(bad.sum())} values that are not finite in float32"
         return ""
 
     def _both(self, node: Node, outputs: list[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:

@@ -30,12 +30,7 @@ def exact_row(
     ratios = np.asarray(by_token if by_token else [check.ratio for check in checks], np.float64)
     if bad and not message:
         message = "; ".join(f"{check.name} {check.statistic:.4g} ({check.where})" for check in bad)
-    return TapRow(
-        order=step.order,
-        tap=step.tap,
-        layer=step.layer,
-        step=step.name,
-        inputs=step.inputs,
+    return step.row(
         kind="exact",
         passed=not bad and compared > 0,
         compared=compared,

@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -187,50 +188,13 @@ def centred(parts: npt.NDArray[np.floating]) -> Floats:
 
 @functools.cache
 def student_quantile(probability: float, freedom: int) -> float:
-    """t with P(T > t) = probability for Student's distribution, by bisection on its tail integral."""
-    low, high = 0.0, 1.0
-    while student_tail(high, freedom) > probability:
-        low, high = high, high * 2.0
-    for _ in range(80):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if student_tail(middle, freedom) > probability else (low, middle)
-    return high
+    """t that Student's distribution exceeds with `probability` (below 1/2) or less.
 
-
-def student_tail(t: float, freedom: int) -> float:
-    """P(T > t), t >= 0: half the regularised incomplete beta function I_x(n/2, 1/2) at x = n / (n + t^2)."""
-    x = freedom / (freedom + t * t)
-    return 0.5 * _incomplete_beta(0.5 * freedom, 0.5, x)
-
-
-def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """Regularised I_x(a, b) by Lentz's continued fraction, using the symmetry where it converges faster."""
-    if x <= 0.0 or x >= 1.0:
-        return float(x >= 1.0)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-    if x < (a + 1.0) / (a + b + 2.0):
-        return front * _beta_fraction(a, b, x) / a
-    return 1.0 - front * _beta_fraction(b, a, 1.0 - x) / b
-
-
-def _beta_fraction(a: float, b: float, x: float) -> float:
-    c, d = 1.0, 1.0 / _away(1.0 - (a + b) * x / (a + 1.0))
-    result = d
-    for m in range(1, 400):
-        for step in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            d = 1.0 / _away(1.0 + step * d)
-            c = _away(1.0 + step / c)
-            result *= d * c
-        if abs(d * c - 1.0) < 1e-14:
-            break
-    return result
-
-
-def _away(value: float) -> float:
-    return value if abs(value) > 1e-300 else 1e-300
+    Wallace's bound (Ann. Math. Statist. 30, 1959): with n degrees of freedom the tail at sqrt(n expm1(z^2 / (n - 1/2)))
+    is no heavier than the normal one at z. From n = 15 on that t is at most 3 % too large.
+    """
+    z = NormalDist().inv_cdf(probability)
+    return math.sqrt(freedom * math.expm1(z * z / (freedom - 0.5)))
 
 
 def _factor(seen: npt.NDArray, held: npt.NDArray, values: npt.NDArray | int) -> Floats:

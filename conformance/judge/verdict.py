@@ -25,8 +25,11 @@ from conformance.judge.rows import unfit_row
 from conformance.rank_traces import disagreements
 from conformance.trace import DTYPE_NAMES, REQUIRED_TAPS, Trace, inspect
 from reference.checkpoint import Checkpoint
+from reference.errors import DivisionError, MeshError
+from reference.sharding import Mesh, plan
 
 Progress = Callable[[str], None]
+ARITHMETICS = ("exact", "bf16", "stochastic", "fp16", "fp32", "fp64")
 
 
 def compare(
@@ -96,7 +99,8 @@ def _problems(trace: Trace, checkpoint: Checkpoint, expected_tokens: Any) -> tup
     for key, want in (("config_sha256", checkpoint.config.sha256), ("export", checkpoint.export)):
         have = trace.metadata.get(key, "")
         if have != want:
-            problems.append(Problem("metadata", key, have, want, True, f"metadata {key} is {have}, expected {want}"))
+            problems.append(_lie(key, have, want))
+    problems += _claims(trace.metadata, checkpoint)
     ids = trace.taps.get("tokens")
     for name in REQUIRED_TAPS:
         if name not in trace.taps:
@@ -122,6 +126,23 @@ def _problems(trace: Trace, checkpoint: Checkpoint, expected_tokens: Any) -> tup
     for name in found.unknown:
         problems.append(Problem("extra", name, name, "", True, f"tap {name} is in no table of known names"))
     return problems, unfit
+
+
+def _claims(metadata: dict[str, str], checkpoint: Checkpoint) -> Iterator[Problem]:
+    """What no run of this checkpoint can have: an arithmetic nobody knows, ranks that it does not divide among."""
+    if (arithmetic := metadata.get("arithmetic", "")) not in ARITHMETICS:
+        yield _lie("arithmetic", arithmetic, " or ".join(ARITHMETICS))
+    tp, ep = (metadata.get(key, "") for key in ("tp", "ep"))
+    try:
+        mesh = Mesh(int(tp), int(ep))
+        if mesh.world > 1:
+            plan(checkpoint.specs.values(), checkpoint.config.text, mesh)
+    except (ValueError, MeshError, DivisionError) as error:
+        yield _lie("tp, ep", f"{tp}, {ep}", f"ranks that the weights divide among ({error})")
+
+
+def _lie(key: str, have: str, want: str) -> Problem:
+    return Problem("metadata", key, have, want, True, f"metadata {key} is {have}, expected {want}")
 
 
 def _unfit(trace: Trace, checkpoint: Checkpoint) -> dict[str, str]:

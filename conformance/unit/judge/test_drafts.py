@@ -205,6 +205,15 @@ def test_rows_that_do_not_fit_are_refused():
     )
 
 
+@pytest.mark.parametrize("told", ["1", "0", "four"])
+def test_a_wrong_number_of_drafts_is_a_problem(told):
+    one = bench()
+    (problem,) = drafts.problems(Trace(one.trace.metadata | {"mtp": told}, one.trace.taps), one.checkpoint.config)
+    assert (problem.name, problem.fatal) == ("mtp", True)
+    assert problem.message == f"metadata mtp is {told}, but tap mtp.z has rows for {DRAFTS} drafts"
+    assert list(drafts.problems(one.trace, one.checkpoint.config)) == []
+
+
 def test_without_sharing_every_row_has_an_indexer(tmp_path):
     directory = make(tmp_path / "c", "nvidia", "odd", config={"index_share_for_mtp_iteration": False})
     one = Bench(directory, "fast")

@@ -2,6 +2,7 @@
 
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -90,6 +91,36 @@ def test_nan_fails_where_it_appears_and_what_rests_on_it_says_so(odd, tap):
     failing = [row for row in rows if not row.passed]
     assert failing[0].tap == tap
     assert all(f"input {tap}" in row.message for row in failing[1:])
+
+
+def test_logits_of_bf16_values_fail(odd):
+    """However wide the tap that holds them."""
+    taken = odd.trace.taps["logits"].astype(ml_dtypes.bfloat16).astype(np.float32)
+    first = odd.first(odd.trace.taps | {"logits": taken})
+    assert first.tap == "logits"
+    assert [check.name for check in first.checks if not check.passed] == ["grid"]
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan, np.inf])
+def test_a_score_of_what_is_no_candidate_fails(odd, value):
+    tap = "layers.4.indexer.scores"
+    taken = odd.trace.taps[tap].copy()
+    assert taken[20, -1] == -np.inf
+    taken[20, -1] = value
+    first = odd.first(odd.trace.taps | {tap: taken})
+    assert first.tap == tap
+    assert next(check.name for check in first.checks if not check.passed) == "finite"
+    assert first.values[0].index == (20, taken.shape[1] - 1)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("tap", ["layers.0.attn.in", "layers.2.attn.state", "logits"])
+def test_values_past_float32_fail_without_a_warning(odd, tap):
+    taken = odd.trace.taps[tap].astype(np.float64)
+    taken.reshape(len(taken), -1)[1, 2] = 1e300
+    rows = [row for row in odd.judge.rows(Trace(odd.trace.metadata, odd.trace.taps | {tap: taken})) if not row.passed]
+    assert rows[0].tap == tap
+    assert all("not finite in float32" in row.message for row in rows[1:])
 
 
 def test_a_wrong_expert_fails_at_the_choice_and_is_replayed_after_it(odd):

@@ -193,6 +193,10 @@ def test_an_empty_run_fails(bench):
         ("export", "nvidia"),
         ("schedule", '{"prefill": [7], "decode": 1}'),
         ("schedule", "all at once"),
+        ("arithmetic", "float8"),
+        ("tp", "5"),
+        ("ep", "1000"),
+        ("ep", "two"),
     ],
 )
 def test_metadata_that_lie_fail(bench, key, value):
