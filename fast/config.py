@@ -29,7 +29,7 @@ from fast.errors import (
     LayerListError,
 )
 from fast.keys import Leftover, leftovers
-from fast.strictjson import Section, decode, read_small, short
+from fast.strictjson import Section, decode, naming, read_small, short
 
 MAX_LAYERS = 4096
 DSA_SPELLINGS = ("deepseek_sparse_attention", "indexed_attention", "full_attention")
@@ -157,16 +157,22 @@ class Config:
 
 
 def load(directory: str | os.PathLike[str]) -> Config:
-    """Parse `directory`/config.json; hf_quant_config.json beside it, where present, has to agree."""
+    """Parse `directory`/config.json; hf_quant_config.json beside it, where present, has to agree.
+
+    Every refusal begins with the path of the file.
+    """
     root = Path(directory)
     data = read_small(root / "config.json")
-    config = parse(decode(data, "config.json"), sha256=hashlib.sha256(data).hexdigest())
-    if os.path.lexists(root / "hf_quant_config.json"):
-        top = Section(decode(read_small(root / "hf_quant_config.json"), "hf_quant_config.json"), "hf_quant_config.json")
-        section = Section(top.need("quantization"), top.where("quantization"))
-        section.only("quant_algo", "NVFP4")
-        section.only("group_size", 16)
-        section.only("kv_cache_quant_algo", "FP8", None, optional=True)
+    with naming(root / "config.json"):
+        config = parse(decode(data), sha256=hashlib.sha256(data).hexdigest())
+    path = root / "hf_quant_config.json"
+    if os.path.lexists(path):
+        data = read_small(path)
+        with naming(path):
+            section = Section(Section(decode(data), "").need("quantization"), "quantization")
+            section.only("quant_algo", "NVFP4")
+            section.only("group_size", 16)
+            section.only("kv_cache_quant_algo", "FP8", None, optional=True)
     return config
 
 

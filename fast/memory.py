@@ -31,7 +31,7 @@ from fast.scratch import Arena, aligned
 from fast.sharding import Mesh, component_slice
 from fast.shards import TensorInfo
 from fast.strictjson import Section as Keys
-from fast.strictjson import decode, read_small
+from fast.strictjson import decode, naming, read_small
 
 GIB = 1 << 30
 TEMPORARIES = 512 << 20
@@ -62,11 +62,13 @@ def hardware(name: str) -> Hardware:
         return HARDWARE[name.lower()]
     if not Path(name).is_file():
         raise HardwareError(f"hardware {name!r}: expected {', '.join(HARDWARE)} or a JSON file")
-    keys = Keys(decode(read_small(Path(name)), name), name)
-    visible, free = (int(keys.positive(key) * GIB) for key in ("visible_gib", "free_gib"))
-    if free > visible:
-        raise HardwareError(f"{name}: free_gib exceeds visible_gib")
-    return Hardware(str(keys.need("name")), visible, free, keys.flag("unified"))
+    data = read_small(Path(name))
+    with naming(Path(name)):
+        keys = Keys(decode(data), "")
+        visible, free = (int(keys.positive(key) * GIB) for key in ("visible_gib", "free_gib"))
+        if free > visible:
+            raise HardwareError("free_gib exceeds visible_gib")
+        return Hardware(str(keys.need("name")), visible, free, keys.flag("unified"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from fast.errors import (
     ConfigTooLargeError,
     ConfigTypeError,
     ConfigValueError,
+    InputError,
     LayerListError,
     MissingFileError,
     NotRegularFileError,
@@ -121,6 +124,15 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Refusals of what is read inside begin with the path of the file."""
+    try:
+        yield
+    except InputError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
 def read_small(path: Path) -> bytes:
     """The bytes of a small regular file; a pipe or device in its place is refused, not waited for."""
     try:
@@ -136,23 +148,25 @@ def read_small(path: Path) -> bytes:
         return file.read(MAX_CONFIG_BYTES)
 
 
-def decode(data: bytes, name: str) -> Any:
+def decode(data: bytes) -> Any:
+    """Raises ConfigSyntaxError and ConfigDuplicateKeyError; the caller names the file."""
+
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for key, value in items:
             if key in out:
-                raise ConfigDuplicateKeyError(f"{name}: key {short(key)} given twice in one object")
+                raise ConfigDuplicateKeyError(f"key {short(key)} given twice in one object")
             out[key] = value
         return out
 
     def constant(text: str) -> Any:
-        raise ConfigSyntaxError(f"{name}: {text} is not JSON")
+        raise ConfigSyntaxError(f"{text} is not JSON")
 
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
     except UnicodeDecodeError as error:
-        raise ConfigSyntaxError(f"{name}: not UTF-8 at byte {error.start}") from None
+        raise ConfigSyntaxError(f"not UTF-8 at byte {error.start}") from None
     except RecursionError:
-        raise ConfigSyntaxError(f"{name}: nested too deeply") from None
+        raise ConfigSyntaxError("nested too deeply") from None
     except ValueError as error:
-        raise ConfigSyntaxError(f"{name}: not JSON: {error}") from None
+        raise ConfigSyntaxError(f"not JSON: {error}") from None

@@ -301,7 +301,7 @@ def test_hf_quant_config_has_to_agree(tmp_path):
     raw = json.loads(path.read_text())
     raw["quantization"]["quant_algo"] = "FP8"
     path.write_text(json.dumps(raw))
-    with pytest.raises(e.ConfigValueError, match=r"hf_quant_config\.json\.quantization\.quant_algo"):
+    with pytest.raises(e.ConfigValueError, match=r"hf_quant_config\.json: quantization\.quant_algo"):
         config.load(directory)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from conformance.checkpoints.shared import shared
+from conformance.checkpoints.shared import copy_of, shared
 from conformance.unit.tools.command import glm53
 from fast.loader import load
 
@@ -65,3 +65,28 @@ def test_bad_input_exits_2_with_one_line(arguments, words, capsys):
     told = capsys.readouterr().err
     assert words in told
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("config.json", lambda raw: raw["text_config"].pop("index_kpool"), "text_config.index_kpool: absent"),
+        ("config.json", lambda raw: raw.update(model_type="glm4"), "model_type: found 'glm4'"),
+        ("config.json", None, "not JSON"),
+        ("hf_quant_config.json", lambda raw: raw["quantization"].update(group_size=32), "quantization.group_size"),
+        ("hf_quant_config.json", None, "not JSON"),
+    ],
+    ids=["absent", "value", "text", "quantization", "quantization text"],
+)
+def test_a_refused_config_is_named_with_its_path(tmp_path, capsys, file, change, words):
+    path = copy_of(tmp_path, "nvidia") / file
+    if change is None:
+        path.write_text("{")
+    else:
+        raw = json.loads(path.read_text())
+        change(raw)
+        path.write_text(json.dumps(raw))
+    assert glm53("plan", "--checkpoint", path.parent) == 2
+    line = capsys.readouterr().err.strip()
+    assert f"{path}: {words}" in line
+    assert "\n" not in line
