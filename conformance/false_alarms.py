@@ -2,7 +2,7 @@
 
     python -m conformance.false_alarms --seeds 20 --json alarms.json
 
-Each run has its own synthetic checkpoint, its own prompt and its own schedule, all following from the seed. Engines are
+Each seed has its own synthetic checkpoints, its own prompt and its own schedule, all following from it. Engines are
 those that compute the model correctly by construction: the public torch classes, the fast engine, and the reference
 itself in `stochastic` arithmetic, whose every rounding goes either way.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from conformance import checkpoints
 from conformance.cases.runs import SCHEDULES, random_tokens, text_tokens
 from conformance.engines import registry
-from conformance.judge import compare
+from conformance.judge import Rebase, compare
 from conformance.suite import operands_of
 from reference.checkpoint import open_checkpoint
 
@@ -36,9 +36,12 @@ ENGINES: dict[str, tuple[str, dict[str, object]]] = {
     "fast-fp32": ("fast", {"arithmetic": "fp32"}),
     "reference-stochastic": ("reference", {"arithmetic": "stochastic"}),
 }
+ATTENTION = ("eager", "sdpa")
+"""Of the public classes, in turn from seed to seed."""
 GEOMETRIES = ("tiny", "odd")
 EXPORTS = ("nvidia", "libertai")
-TOKENS = 96
+TOKENS = 48
+"""More pools than the budget of either geometry, so that there is something to choose."""
 
 
 @dataclass(frozen=True)
@@ -76,26 +79,26 @@ def prompt(seed: int, vocab: int, count: int) -> np.ndarray:
     return np.roll(text, -17 * seed)[:count]
 
 
-def try_once(run: Run, count: int = TOKENS) -> Outcome:
-    """Make the checkpoint, run the engine, judge it with samples of another seed."""
-    start = time.process_time()
+def try_engines(geometry: str, export: str, seed: int, engines: Sequence[str], count: int = TOKENS) -> list[Outcome]:
+    """Make the checkpoint, run each engine on it, judge all with samples of another seed."""
     with tempfile.TemporaryDirectory() as place:
-        directory = Path(place) / f"{run.geometry}-{run.export}-{run.seed}"
-        checkpoints.make(directory, run.export, run.geometry, run.seed)
-        checkpoint = open_checkpoint(directory)
-        name, options = ENGINES[run.engine]
-        engine = registry.create(name)
-        fresh = {"seed": 10_000 + run.seed} if name == "reference" else {}
-        engine.open(directory, **options, **fresh)
-        ids = prompt(run.seed, checkpoint.config.text.vocab_size, count)
-        schedule = list(SCHEDULES.values())[run.seed % len(SCHEDULES)](count)
-        result = compare(
-            engine.run(ids, schedule),
-            checkpoint,
-            operands=operands_of(engine),
-            expected_tokens=ids,
-            seed=run.seed,
-        )
+        directory = Path(place) / f"{geometry}-{export}-{seed}"
+        checkpoints.make(directory, export, geometry, seed)
+        judge = Rebase(open_checkpoint(directory), seed=seed, remember=True)
+        return [try_once(Run(name, geometry, export, seed), directory, judge, count) for name in engines]
+
+
+def try_once(run: Run, directory: Path, judge: Rebase, count: int) -> Outcome:
+    start = time.process_time()
+    name, options = ENGINES[run.engine]
+    engine = registry.create(name)
+    turn = {"attention": ATTENTION[run.seed % 2]} if name == "transformers" else {}
+    fresh = {"seed": 10_000 + run.seed} if name == "reference" else {}
+    engine.open(directory, **options, **turn, **fresh)
+    ids = prompt(run.seed, judge.config.vocab_size, count)
+    schedule = list(SCHEDULES.values())[run.seed % len(SCHEDULES)](count)
+    trace = engine.run(ids, schedule)
+    result = compare(trace, judge.checkpoint, operands=operands_of(engine), expected_tokens=ids, judge=judge)
     ratios = [
         (check.ratio, f"{row.tap} {check.name}") for row in result.taps if row.kind == "bounded" for check in row.checks
     ]
@@ -120,22 +123,19 @@ def try_once(run: Run, count: int = TOKENS) -> Outcome:
     )
 
 
-def runs(engines: Sequence[str], seeds: Sequence[int]) -> list[Run]:
-    return [Run(e, g, x, s) for s in seeds for g in GEOMETRIES for x in EXPORTS for e in engines]
-
-
 def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
 
 
-def outcomes(todo: Sequence[Run], count: int, workers: int) -> Iterator[Outcome]:
+def outcomes(engines: Sequence[str], seeds: Sequence[int], count: int, workers: int) -> Iterator[Outcome]:
     """As they come, from `workers` processes of their own."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_one_thread) as pool:
-        for future in as_completed([pool.submit(try_once, run, count) for run in todo]):
-            yield future.result()
+        jobs = [(g, x, s) for s in seeds for g in GEOMETRIES for x in EXPORTS]
+        for future in as_completed([pool.submit(try_engines, *job, engines, count) for job in jobs]):
+            yield from future.result()
 
 
 def table(found: Sequence[Outcome]) -> str:
@@ -166,9 +166,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = given.engines.split(",")
     if unknown := set(names) - set(ENGINES):
         parser.error(f"unknown engines {sorted(unknown)}")
-    todo = runs(names, range(given.first_seed, given.first_seed + given.seeds))
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
     found = []
-    for outcome in outcomes(todo, given.tokens, given.workers):
+    for outcome in outcomes(names, seeds, given.tokens, given.workers):
         found.append(outcome)
         for alarm in outcome.alarms:
             print(f"ALARM {outcome.run}: {alarm}", flush=True)

@@ -11,6 +11,8 @@ from conformance.checkpoints.shared import shared
 from conformance.engines.reference import ReferenceEngine
 from conformance.errors import TraceTruncatedError
 from conformance.judge import Rebase, Result, compare
+from conformance.judge.bounds import Step
+from conformance.judge.rows import copy_row
 from conformance.trace import Trace
 from reference.checkpoint import open_checkpoint
 
@@ -99,13 +101,12 @@ def test_logits_that_are_nan_everywhere_fail(bench):
     assert Result.from_json(result.to_json()).to_json() == result.to_json()
 
 
-def test_negative_zero_is_the_value_zero(bench):
-    tap = bench.trace.taps["embed"].astype(np.float32)
-    tap[0, 0] = bench.trace.taps["embed"][0, 0]
-    streams = bench.trace.taps["layers.0.in"].astype(np.float32)
-    zero = np.where(tap == 0, -tap, tap)
-    assert bench.with_tap("embed", zero).passed
-    assert bench.with_tap("layers.0.in", np.where(streams == 0, -streams, streams)).passed
+def test_negative_zero_is_the_value_zero_in_a_copy():
+    source = np.array([[0.0, -0.0, 1.0], [2.0, 3.0, 4.0]])
+    step = Step(0, "embed", None, "tokens -> embed", ("tokens",))
+    assert copy_row(step, np.array([[-0.0, 0.0, 1.0], [2.0, 3.0, 4.0]], np.float32), source).passed
+    other = copy_row(step, np.array([[-0.0, 1e-45, 1.0], [2.0, 3.0, 4.0]], np.float32), source)
+    assert (other.passed, other.failing, other.worst_row) == (False, 1, 0)
 
 
 @pytest.mark.parametrize(
