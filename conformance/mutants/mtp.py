@@ -6,6 +6,7 @@ A hidden before its norm is emulated by taking the norm's weight off again: `hno
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -206,29 +207,23 @@ def _target_latents() -> Patch:
 
 def _committed(change: Callable[[int, int], int]) -> Patch:
     """How many steps a KDA layer replays of those it saw; its history stays that of the right number."""
-
-    def commit(original: Any, self: Any, kept: int) -> None:
-        entry, steps = self._entry, list(self._steps)
-        original(self, kept)
-        if kept < len(steps):
-            from fast.ops import kda
-
-            matrix = entry[0]
-            for k, v, g, beta, _ in steps[: change(kept, len(steps))]:
-                matrix = kda.update(matrix, k, v, g, beta)
-            self.matrix = matrix
-
-    return around(f"{S}:KdaState.commit", commit)
+    return _replaying("matrix", change)
 
 
 def _history(change: Callable[[int, int], int]) -> Patch:
     """Which step's conv history stands after a commit; 0 is the entry's."""
+    return _replaying("history", change)
+
+
+def _replaying(name: str, change: Callable[[int, int], int]) -> Patch:
+    """One of the tensors of a KDA layer is what a commit of change(kept, seen) steps gives; a step is a token here."""
 
     def commit(original: Any, self: Any, kept: int) -> None:
-        histories = [self._entry[1], *(step[-1] for step in self._steps)]
+        other, seen = copy.copy(self), len(self._steps)
         original(self, kept)
-        if kept < len(histories) - 1:
-            self.history = histories[change(kept, len(histories) - 1)]
+        if kept < seen:
+            original(other, change(kept, seen))
+            setattr(self, name, getattr(other, name))
 
     return around(f"{S}:KdaState.commit", commit)
 
