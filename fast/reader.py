@@ -1,20 +1,19 @@
-"""Bytes out of safetensors files: mapped, in pieces, by a few threads, each piece scanned while it is in cache.
+"""Bytes out of safetensors files: read, in pieces, by a few threads, each piece scanned while it is in cache.
 
-A piece is at most `PIECE` bytes of a tensor (a row, where a column cut meets a wider one). A thread maps just its
-piece and unmaps it when done, so mapped memory never exceeds one piece per thread, whatever the kernel maps around a
-fault. On CUDA every thread owns one pinned buffer of that size. `read` may return before the bytes are there; `flush`
-waits, and raises the first refusal in the order of the calls, whichever thread found it.
+A piece is at most `PIECE` bytes of a tensor (a row, where a column cut meets a wider one). On a CPU whole rows are read
+to where they stay; columns, and everything for CUDA (pinned there), pass through a window of one piece per thread.
+`read` may return before the bytes are there; `flush` waits, and raises the first refusal in the order of the calls,
+whichever thread found it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import queue
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -25,14 +24,14 @@ from torch import Tensor
 from fast import errors as E
 from fast.nvfp4 import E4M3_NAN
 from fast.sharding import Slice
-from fast.shards import WIDTHS, Directory, TensorInfo
+from fast.shards import WIDTHS, Directory, Shard, TensorInfo
 
 PIECE = 2 << 20
 INLINE = 1 << 16
 """Tensors up to this size are not worth a thread's attention."""
 
 SCAN = 1 << 18
-"""Bytes copied and then scanned at a time: they stay in cache in between."""
+"""Bytes read and then scanned at a time: they stay in cache in between."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -42,8 +41,8 @@ def threads() -> int:
 
 
 def window(tensors: Mapping[str, TensorInfo]) -> int:
-    """Host bytes that reading these tensors holds at a time: mapped pages on a CPU, pinned buffers for CUDA; one piece
-    for each thread and one for the caller, who reads small tensors himself."""
+    """Host bytes that reading these tensors holds at a time: one piece for each thread and one for the caller, who
+    reads small tensors himself."""
     return (threads() + 1) * min(PIECE, max((info.nbytes for info in tensors.values()), default=0))
 
 
@@ -59,10 +58,9 @@ class Reader:
         self._pool = ThreadPoolExecutor(threads(), "read")
         self._pending: deque[Future[None]] = deque()
         self._windows: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        if device.type == "cuda":
-            size = window(directory.tensors) // (threads() + 1)
-            for _ in range(threads() + 1):
-                self._windows.put(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        size = window(directory.tensors) // (threads() + 1)
+        for _ in range(threads() + 1):
+            self._windows.put(torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda"))
 
     def read(self, name: str, out: Tensor, cut: Slice | None = None, *, scanned: bool = True) -> None:
         """Fill `out` (contiguous, disk dtype, the slice's shape, on the device or the host) from disk. Raises, now or
@@ -131,63 +129,76 @@ class Reader:
         stop: int,
         rows: tuple[int, slice] | None,
         target: Tensor,
-        at: int,
+        position: int,
         scanned: bool,
     ) -> None:
+        """Bytes start .. stop of a shard, or columns of their rows, into `target`, at `position` of the tensor's."""
         info = self.directory.tensors[name]
-        mapped, source = self._map(info.shard, start, stop)
-        held = None if target.device.type == "cpu" else self._windows.get()
+        shard = self.directory.shards[info.shard]
+        if os.fstat(shard.fd).st_size != shard.size:
+            raise E.FileChangedError(f"{shard.path}: no longer the {shard.size} bytes that were checked")
+        held = None if rows is None and target.device.type == "cpu" else self._windows.get()
         try:
-            for done, part in _parts(source, rows, PIECE if held is None else held.numel()):
-                n = part.size
-                host = target[done : done + n] if held is None else held[:n]
-                local = host.numpy()
-                bad = _copy(local, part, info.dtype if scanned else "U8")
-                if bad is not None:
-                    raise _refusal(name, info, cut, at + done + bad, int(local[bad]))
+            for done, part in _placed(shard, start, stop, rows, target, held):
+                dtype, bad = info.dtype if scanned else "U8", None
+                for at in range(0, part.size, SCAN):
+                    portion = part[at : at + SCAN]
+                    if rows is None:
+                        _fill(shard, start + done + at, portion)
+                    bad = scan(portion, dtype)
+                    if bad is not None:
+                        raise _refusal(name, info, cut, position + done + at + bad, int(portion[bad]))
                 if held is not None:
-                    target[done : done + n].copy_(host)
+                    target[done : done + part.size].copy_(torch.from_numpy(part))
         finally:
             if held is not None:
                 self._windows.put(held)
-        del source, part
-        mapped.close()
         if self.evict:
-            os.posix_fadvise(self.directory.shards[info.shard].fd, start, stop - start, os.POSIX_FADV_DONTNEED)
-
-    def _map(self, index: int, start: int, stop: int) -> tuple[mmap.mmap, Bytes]:
-        """A mapping of bytes start .. stop of a shard, and a view of exactly these."""
-        shard = self.directory.shards[index]
-        low = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        if os.fstat(shard.fd).st_size != shard.size:
-            raise E.FileChangedError(f"{shard.path}: no longer the {shard.size} bytes that were checked")
-        mapped = mmap.mmap(shard.fd, stop - low, access=mmap.ACCESS_READ, offset=low)
-        return mapped, np.frombuffer(mapped, np.uint8, stop - start, start - low)
+            os.posix_fadvise(shard.fd, start, stop - start, os.POSIX_FADV_DONTNEED)
 
 
-def _parts(source: Bytes, rows: tuple[int, slice] | None, most: int) -> list[tuple[int, Bytes]]:
-    """(position in the target, bytes) of a piece: all of it, or the columns of its rows."""
+def _placed(
+    shard: Shard, start: int, stop: int, rows: tuple[int, slice] | None, target: Tensor, held: Tensor | None
+) -> Iterator[tuple[int, Bytes]]:
+    """(position in the target, host bytes) of bytes start .. stop of a shard: places to be filled, in the target or the
+    window; or the columns of its rows, already there."""
     if rows is None:
-        return [(0, source)]
-    width, columns = rows
-    table = source.reshape(-1, width)[:, columns]
-    if table.size <= most:
-        return [(0, table)]
-    return [(i, table[0, i : i + most]) for i in range(0, table.shape[1], most)]
+        if held is None:
+            yield 0, target.numpy()
+            return
+        for done in range(0, stop - start, held.numel()):
+            yield done, held.numpy()[: min(held.numel(), stop - start - done)]
+        return
+    assert held is not None
+    (width, columns), window = rows, held.numpy()
+    wide = columns.stop - columns.start
+    step = window.size // (width + wide)
+    for done, row in enumerate(range(start, stop, max(1, step) * width)):
+        if step:
+            whole = window[: min(step * width, stop - row)]
+            _fill(shard, row, whole)
+            table = whole.reshape(-1, width)[:, columns]
+            part = window[step * width : step * width + table.size]
+            np.copyto(part.reshape(table.shape), table)
+            yield done * step * wide, part
+            continue
+        for at in range(0, wide, window.size):
+            part = window[: min(window.size, wide - at)]
+            _fill(shard, row + columns.start + at, part)
+            yield done * wide + at, part
 
 
-def _copy(target: Bytes, source: Bytes, dtype: str) -> int | None:
-    """Copy and scan, a cache-sized portion at a time; returns as `scan`."""
-    if source.ndim > 1:
-        np.copyto(target.reshape(source.shape), source)
-        return scan(target, dtype)
-    for at in range(0, target.size, SCAN):
-        portion = target[at : at + SCAN]
-        np.copyto(portion, source[at : at + SCAN])
-        bad = scan(portion, dtype)
-        if bad is not None:
-            return at + bad
-    return None
+def _fill(shard: Shard, position: int, out: Bytes) -> None:
+    """Bytes of a file from `position` on. Raises FileChangedError where there are fewer, or none to be read."""
+    view = out.data
+    while view:
+        try:
+            n = os.preadv(shard.fd, [view], position)
+        except OSError as error:
+            raise E.FileChangedError(f"{shard.path}: cannot be read at byte {position}: {error.strerror}") from None
+        if not n:
+            raise E.FileChangedError(f"{shard.path}: ends at byte {position}, no longer the {shard.size} checked")
+        view, position = view[n:], position + n
 
 
 def scan(data: Bytes, dtype: str) -> int | None:

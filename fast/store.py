@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint on a device: mapped from disk, scanned, laid into slabs, counted.
+"""Bytes of a checkpoint on a device: read from disk, scanned, laid into slabs, counted.
 
 `pack` decides where everything lies before anything is allocated, so slabs are exactly as large as what they hold and
 small tensors cost no allocation of their own. Reading is `fast.reader`'s.
