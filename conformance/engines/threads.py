@@ -69,7 +69,8 @@ class Thread:
             assert torch.equal(other, tensor), (site, rank, self.mesh.rank)
 
     def _swap(self, site: str, tensor: Tensor) -> list[Tensor]:
-        found = self.exchange.swap(self.mesh.rank, (site, tensor))
+        # A copy: the rank's own memory is used again before the others have read it.
+        found = self.exchange.swap(self.mesh.rank, (site, tensor.clone()))
         assert {name for name, _ in found} == {site}, "ranks meet at different sites"
         return [value for _, value in found]
 
