@@ -191,6 +191,7 @@ def open_directory(directory: str | os.PathLike[str], admit: Admit | None = None
     root = Path(directory)
     if not root.is_dir():
         raise E.MissingFileError(f"{root}: not a directory")
+    admit = None if admit is None else _at(root, admit)
     names, total = _index(root, admit)
     shards: list[Shard] = []
     tensors: dict[str, TensorInfo] = {}
@@ -205,6 +206,18 @@ def open_directory(directory: str | os.PathLike[str], admit: Admit | None = None
             os.close(shard.fd)
         raise
     return Directory(root, tuple(shards), tensors, total)
+
+
+def _at(root: Path, admit: Admit) -> Admit:
+    """Refusals of a name also say where it was found."""
+
+    def named(name: str) -> None:
+        try:
+            admit(name)
+        except E.InputError as error:
+            raise type(error)(f"{root}: {error}") from None
+
+    return named
 
 
 def _add_shard(
@@ -316,8 +329,9 @@ def _open(path: Path) -> tuple[int, int]:
 def open_shard(root: Path, file: str) -> Shard:
     """Open `root`/`file` and check its length field; a link that leaves `root` is refused."""
     path = root / file
-    if path.resolve().parent != root.resolve():
-        raise E.PathEscapeError(f"{path}: leads to {path.resolve()}, outside the directory")
+    leads_to = os.path.realpath(path)
+    if os.path.dirname(leads_to) != os.path.realpath(root):
+        raise E.PathEscapeError(f"{path}: leads to {leads_to}, outside the directory")
     fd, size = _open(path)
     try:
         if size < 8:

@@ -4,6 +4,7 @@
 directory holds follows from the dtypes of its tensors, never from names of files, repositories or keys of the config.
 """
 
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -99,7 +100,7 @@ def _index(files: Files) -> tuple[list[str], dict[str, str] | None]:
     if not directory.is_dir():
         raise e.IndexFileError(f"{directory}: not a directory")
     path = directory / INDEX
-    present = sorted(p.name for p in directory.glob("model*.safetensors"))
+    present = sorted(p.name for p in directory.glob("*.safetensors"))
     if not path.is_file():
         if present == [SINGLE]:
             return present, None
@@ -134,8 +135,9 @@ def _check_path(directory: Path, file_name: str) -> None:
     path = directory / file_name
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.safetensors", file_name):
         raise e.ShardPathError(f"{directory / INDEX}: {e.show(file_name)} is not a plain .safetensors file name")
-    if path.resolve().parent != directory.resolve():
-        raise e.ShardPathError(f"{path}: leads out of the directory to {path.resolve()}")
+    leads_to = os.path.realpath(path)
+    if os.path.dirname(leads_to) != os.path.realpath(directory):
+        raise e.ShardPathError(f"{path}: leads out of the directory to {leads_to}")
     if not path.exists():
         raise e.MissingShardError(f"{path}: named by {INDEX}, not on disk")
 

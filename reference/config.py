@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from reference import errors as e
-from reference.fields import Fields, decode_json
+from reference.fields import Fields, decode_json, open_regular
 from reference.keys import Unknown, UnreadKey
+
+CONFIG_CAP = 4 << 20
 
 KDA, DSA = "kda", "dsa"
 LAYER_TYPES = {
@@ -156,9 +158,12 @@ def load(directory: str | Path) -> ModelConfig:
 def read_json(path: Path) -> tuple[dict[str, Any], str]:
     """The object in a JSON file and the sha256 of its bytes; duplicate keys, NaN and non-objects are refused."""
     try:
-        data = path.read_bytes()
+        with open_regular(path) as file:
+            data = file.read(CONFIG_CAP + 1)
     except OSError as error:
         raise e.ConfigFileError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(data) > CONFIG_CAP:
+        raise e.ConfigFileError(f"{path}: more than {CONFIG_CAP} bytes")
     try:
         raw = decode_json(data)
     except e.HeaderDuplicateKeyError as error:

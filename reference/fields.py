@@ -1,14 +1,27 @@
 """Typed access to JSON objects: strict decoding, one error per wrong key, and a record of what was never read."""
 
+import errno
 import json
 import math
+import os
+import stat
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from reference import errors as e
 from reference.keys import Unknown
 
 MISSING = object()
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file open for reading. Raises OSError; a pipe or a device in its place is refused, not waited for."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

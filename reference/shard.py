@@ -8,13 +8,12 @@ read only after its length was found possible, so nothing here allocates more th
 
 import mmap
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from reference import errors as e
-from reference.fields import decode_json
+from reference.fields import decode_json, open_regular
 
 HEADER_CAP = 100_000_000
 MAX_RANK = 8
@@ -71,11 +70,8 @@ def read_header(path: str | Path) -> Header:
     """Read and check a file's header. Raises a `ShardError` that names the file and what is wrong."""
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise e.ShardFileError(f"{path}: not a regular file")
-            return _read(path, file, status.st_size)
+        with open_regular(path) as file:
+            return _read(path, file, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise e.ShardFileError(f"{path}: cannot be read: {error.strerror or error}") from None
 
@@ -177,7 +173,7 @@ class Shard:
     def _open(self) -> mmap.mmap:
         path = self.header.path
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 if (size := os.fstat(file.fileno()).st_size) != self.header.size:
                     raise e.FileLengthError(f"{path}: {size} bytes now, {self.header.size} when checked")
                 return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -21,10 +21,13 @@ from fast.loader import load
 from fast.sharding import Mesh
 from tools.errors import UsageError
 from tools.output import write_json
+from tools.plan import source
 from tools.progress import byte_bar
 
 MIB = 1 << 20
 BUFFER = 8 * MIB
+TICK = 0.01
+"""Seconds of processor time that can be told apart."""
 
 
 def plain_read(directory: Path, *, keep: bool) -> int:
@@ -49,7 +52,8 @@ def timed(work: Callable[[], int]) -> dict[str, float]:
     n = work()
     wall, after = time.perf_counter() - start, os.times()
     cpu = after.user + after.system - before.user - before.system
-    return {"bytes": n, "seconds": wall, "cpu_seconds": cpu, "gb_per_s": n / wall / 1e9, "gb_per_cpu_s": n / cpu / 1e9}
+    rates = {"gb_per_s": n / wall / 1e9, "gb_per_cpu_s": n / max(cpu, TICK) / 1e9}
+    return {"bytes": n, "seconds": wall, "cpu_seconds": cpu} | rates
 
 
 def throughput(directory: Path, *, device: str, mtp: bool, repeats: int) -> dict[str, Any]:
@@ -149,6 +153,7 @@ def load_command(
 
     Example: glm53 bench load /data/one-layer --mtp --meshes 1x1,2x1,1x2
     """
+    source(directory, None, "full")
     result: dict[str, Any] = {
         "directory": str(directory),
         "throughput": throughput(directory, device=device, mtp=mtp, repeats=repeats) if repeats else {},
