@@ -147,11 +147,11 @@ def _last_chunk_padded(original: Any, x: Tensor, w: int) -> Tensor:
 
 
 MUTANTS = (
-    _m("cache-kda-state-not-carried", "FB120", f"{CORE} layers.*.attn.state", _entry(torch.zeros_like), fast=True),
+    _m("cache-kda-state-not-carried", "FB120", CORE, _entry(torch.zeros_like), fast=True),
     _m(
         "cache-kda-state-transposed",
         "FB68",
-        f"{CORE} layers.*.attn.state",
+        CORE,
         _exit(lambda m: m.transpose(1, 2).contiguous(), "chunked"),
     ),
     _m(
@@ -164,9 +164,7 @@ MUTANTS = (
     _m("cache-conv-history-shifted", "FB75", CONV, _history(lambda h: h.roll(1, 0))),
     _m("cache-conv-history-after-silu", "model.md 2.2", CONV, around(f"{K}:conv", _after_silu)),
     _m("cache-conv-history-stale-in-decode", "FB120", CONV, around(f"{K}:conv", _stale_decode)),
-    _m(
-        "cache-latents-overwritten", "FB122", f"{X}pool_keys {X}scores {CORE}", around(f"{S}:Rows.append", _overwritten)
-    ),
+    _m("cache-latents-overwritten", "FB122", f"{X}scores", around(f"{S}:Rows.append", _overwritten)),
     _m("cache-newest-latent-missing", "FB120", ATTENTION, around("fast.ops.mla:attend", _last_latent_missing)),
     _m(
         "cache-latents-shifted-in-decode", "FB80", ATTENTION, argument("fast.ops.mla:attend", 1, lambda c: c.roll(1, 0))
@@ -177,25 +175,25 @@ MUTANTS = (
     _m(
         "cache-visible-from-call-start",
         "FB80",
-        f"{X}scores {X}selected",
+        f"{X}scores",
         around("fast.ops.indexer:masked", _visible_from_call),
     ),
     _m("cache-newest-pool-empty-in-decode", "FB94", f"{X}scores", around("fast.ops.indexer:scores", _stale_pools)),
-    _m("cache-pad-seen-by-all", "FB75", f"{CONV} {X}scores", around("fast.model:TextModel.prefill", _pad_seen), **PAD),
+    _m("cache-pad-seen-by-all", "FB75", CONV, around("fast.model:TextModel.prefill", _pad_seen), **PAD),
     _m("cache-pad-seen-by-kda", "FB75", CONV, _pad_state("KdaState"), **PAD),
-    _m("cache-pad-pooled", "FB75", f"{X}pool_keys {X}scores {X}selected {CORE}", _pad_state("DsaState"), **PAD),
+    _m("cache-pad-pooled", "FB75", f"{X}pool_keys", _pad_state("DsaState"), **PAD),
     _k("chunk-state-of-call-start", "model.md 2.2", CORE, around(f"{K}:_segment", _chunk_start), fast=True),
     _k("chunk-state-transposed", "FB68", CORE, around(f"{K}:_segment", _chunk_transposed)),
     _k(
         "chunk-filled-with-last-token",
         "model.md 2.2",
-        f"{CORE} layers.*.attn.state",
+        CORE,
         around(f"{K}:_split", _last_chunk_padded),
     ),
     _k(
         "chunk-filled-with-last-token-odd",
         "model.md 2.2",
-        f"{CORE} layers.*.attn.state",
+        CORE,
         around(f"{K}:_split", _last_chunk_padded),
         **ODD,
     ),
@@ -210,7 +208,7 @@ MUTANTS = (
     _k(
         "chunk-last-token-dropped-from-state",
         "model.md 2.2",
-        f"{CORE} layers.*.attn.state",
+        CORE,
         argument(f"{K}:chunked", 5, lambda b: torch.cat([b[:-1], b[-1:] * 0])),
     ),
 )

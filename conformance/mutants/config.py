@@ -92,7 +92,7 @@ MUTANTS = (
     _m(
         "config-relations-unchecked",
         "model.md 1",
-        "refuse.positive-bound* refuse.topk-of-pools*",
+        "refuse.positive-bound*",
         replace(f"{C}:_check_text", _nothing),
         **PROBE,
     ),

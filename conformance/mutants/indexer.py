@@ -153,7 +153,7 @@ MUTANTS = (
     _m("indexer-sees-next-token", "model.md 2.3", SELECTED, _tokens("future")),
     _m("indexer-token-named-twice", "model.md 2.3", SELECTED, _tokens("twice")),
     _m("indexer-unused-places-zero", "FB82", SELECTED, _tokens("pad with zero")),
-    _m("indexer-k-gate-swapped", "model.md 2.3", f"{K} {GATE}", swap("indexer", "wk", "gate")),
+    _m("indexer-k-gate-swapped", "model.md 2.3", K, swap("indexer", "wk", "gate")),
     _m("indexer-q-heads-shifted", "model.md 2.3", Q, attribute("indexer", "wq_b", lambda w: w.roll(32, 0))),
     _m("indexer-head-weights-shifted", "model.md 2.3", W, attribute("indexer", "weights", lambda w: w.roll(1, 0))),
     _m(

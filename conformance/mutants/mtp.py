@@ -310,7 +310,7 @@ MUTANTS = (
         around(f"{M}:Mtp.logits", lambda logits, self, y, tap=None: logits(self, y / self.head_norm, tap)),
         **TRACED,
     ),
-    _m("mtp-head-norm-of-the-text", RULE, "mtp.z mtp.logits", _set("head_norm", lambda b: b.target.norm), **TRACED),
+    _m("mtp-head-norm-of-the-text", RULE, "mtp.z", _set("head_norm", lambda b: b.target.norm), **TRACED),
     _m(
         "mtp-bf16-experts-read-as-packed",
         "exports.md 2.7",
@@ -319,7 +319,7 @@ MUTANTS = (
         operand="*.layers.9.mlp.experts.*.up_proj.weight",
         **TRACED,
     ),
-    _m("mtp-target-cache-touched", RULE, "tokens layers.1.*", _target_latents(), **DRAFTED),
+    _m("mtp-target-cache-touched", RULE, "tokens", _target_latents(), **DRAFTED),
     _m("mtp-prompt-unseen", RULE, "mtp.*", around(f"{G}:Generator.prefill", _prompt_unseen), **DRAFTED),
     _m("mtp-kda-one-step-short", "FB120", "layers.*.state", _committed(lambda k, n: k - 1), **DRAFTED, fast=True),
     _m("mtp-kda-one-step-far", "FB120", "layers.*.state", _committed(lambda k, n: k + 1), **DRAFTED),
@@ -332,5 +332,5 @@ MUTANTS = (
     _m("mtp-rejected-row-seen", RULE, "mtp.*", around(f"{G}:Generator.round", _rejected_rows), **DRAFTED),
     _m("mtp-rejected-token-kept", "FB120", "layers.*", around(f"{S}:State.commit", _one_more), **DRAFTED),
     _m("mtp-every-draft-accepted", RULE, "tokens", replace(f"{G}:Chooser.accept", lambda *args: True), **DRAFTED),
-    _m("mtp-rows-verified-together", RULE, "layers.* tokens", replace("fast.model:ROWS", 0), **DRAFTED),
+    _m("mtp-rows-verified-together", RULE, "layers.*", replace("fast.model:ROWS", 0), **DRAFTED),
 )

@@ -11,6 +11,7 @@ from conformance.mutants.record import ODD, Patch, argument, around, attribute, 
 
 K, R, H, X = "fast.ops.kda", "fast.ops.router", "fast.ops.mhc", "fast.ops.indexer"
 G, CORE, ATTENTION = "layers.*.attn.g", "layers.*.attn.core", "layers.3.attn.core"
+STATE = "layers.*.attn.state"
 PRE, POST, COMB = "layers.*_hc.pre", "layers.*_hc.post", "layers.*_hc.comb"
 _m = family("numerics")
 
@@ -97,23 +98,23 @@ MUTANTS = (
     _m("numerics-A_log-bf16", "model.md 4", "layers.1.attn.g", attribute("kda", "A_log", bf16)),
     _m("numerics-dt_bias-bf16", "model.md 4", G, attribute("kda", "dt_bias", bf16)),
     _m("numerics-decay-bf16", "model.md 4", G, output(f"{K}:decay", bf16)),
-    _m("numerics-kda-state-bf16", "model.md 4", f"{CORE} layers.*.attn.state", _state(bf16), fast=True),
-    _m("numerics-kda-state-fp16", "model.md 4", f"{CORE} layers.*.attn.state", _state(fp16)),
-    _m("numerics-kda-carried-state-bf16", "model.md 4", f"{CORE} layers.*.attn.state", _carried(bf16)),
-    _m("numerics-kda-carried-state-fp8", "model.md 4", f"{CORE} layers.*.attn.state", _carried(fp8)),
+    _m("numerics-kda-state-bf16", "model.md 4", STATE, _state(bf16), fast=True),
+    _m("numerics-kda-state-fp16", "model.md 4", STATE, _state(fp16)),
+    _m("numerics-kda-carried-state-bf16", "model.md 4", STATE, _carried(bf16)),
+    _m("numerics-kda-carried-state-fp8", "model.md 4", CORE, _carried(fp8)),
     _m("numerics-qk-fp8", "model.md 4", CORE, output(f"{K}:unit", fp8)),
     _m("numerics-router-logits-bf16", "model.md 4", "layers.*.router.logits", output(f"{R}:logits", bf16), fast=True),
     _m(
         "numerics-router-scores-bf16",
         "model.md 4",
-        "layers.*.router.indices layers.*.router.weights",
+        "layers.*.router.weights",
         argument(f"{R}:weigh", 0, fp8),
     ),
     _m("numerics-router-bias-bf16", "FB27", "layers.*.router.indices", argument(f"{R}:choose", 1, bf16)),
     _m("numerics-router-choice-bf16", "FB27", "layers.*.router.indices", argument(f"{R}:choose", 0, bf16)),
     _m("numerics-router-weights-fp8", "model.md 4", "layers.*.router.weights", output(f"{R}:weigh", fp8)),
-    _m("numerics-hc-base-bf16", "FB28", f"{PRE} {POST} {COMB}", _site("base"), **ODD),
-    _m("numerics-hc-scale-bf16", "FB28", f"{PRE} {POST} {COMB}", _site("scale"), **ODD),
+    _m("numerics-hc-base-bf16", "FB28", PRE, _site("base"), **ODD),
+    _m("numerics-hc-scale-bf16", "FB28", PRE, _site("scale"), **ODD),
     _m("numerics-hc-pre-bf16", "model.md 4", PRE, _part("pre", bf16)),
     _m("numerics-hc-post-fp8", "model.md 4", POST, _part("post", fp8)),
     _m("numerics-hc-comb-fp8", "model.md 4", COMB, _part("comb", fp8)),
@@ -135,13 +136,13 @@ MUTANTS = (
     _m(
         "numerics-linear-sums-bf16",
         "model.md 4",
-        "layers.*.attn.beta layers.*.attn.[qkv] layers.*.attn.g",
+        "layers.*.attn.q",
         around("fast.layers:linear", _sum_in_bf16),
     ),
     _m(
         "numerics-nvfp4-values-fp8",
         "model.md 4",
-        "layers.*.mlp.out layers.*.routed.out",
+        "layers.*.mlp.out",
         around("fast.linear:unscaled", _scale_first),
     ),
     _m(
