@@ -202,3 +202,36 @@ def test_tiles_cover_every_row_once(rows, monkeypatch):
         found = [i for part in scratch.tiles(rows, width) for i in range(part.start, part.stop)]
         assert found == list(range(rows))
         assert all((part.stop - part.start) * width <= max(100, width) for part in scratch.tiles(rows, width))
+
+
+def reachable(thing: object, seen: dict[int, object]) -> dict[int, object]:
+    """Tensors held by an object of the engine, by the address of their storage."""
+    if isinstance(thing, torch.Tensor):
+        seen[thing.untyped_storage().data_ptr()] = thing.untyped_storage()
+    elif isinstance(thing, dict):
+        for part in thing.values():
+            reachable(part, seen)
+    elif isinstance(thing, list | tuple):
+        for part in thing:
+            reachable(part, seen)
+    elif hasattr(thing, "__dict__") and type(thing).__module__ in ("fast.layers", "fast.mtp"):
+        reachable({k: v for k, v in vars(thing).items() if k not in ("setting", "text", "target", "state")}, seen)
+    elif hasattr(thing, "__slots__") and type(thing).__module__ in ("fast.loader", "fast.nvfp4"):
+        reachable([getattr(thing, name) for name in type(thing).__slots__], seen)
+    return seen
+
+
+@pytest.mark.parametrize("geometry", ["tiny", "odd"])
+@pytest.mark.parametrize("export", ["nvidia", "libertai"])
+def test_the_model_holds_weights_in_slabs_and_nowhere_else(export, geometry):
+    """No copy beside what was loaded, and nothing loaded that is dead: bytes, by storage."""
+    loaded = load(shared(export, geometry), mtp=True, progress=False)
+    model = TextModel(loaded)
+    block = Mtp(model)
+    held = reachable([model.layers, block, model.embed_tokens, model.norm, model.lm_head], {})
+    slabs = {slab.untyped_storage().data_ptr(): slab.numel() for slab in loaded.store.slabs}
+    assert held.keys() == slabs.keys()
+    assert sum(slabs.values()) == sum(loaded.ledger.by_role("weights").values())
+    bound = sum(x.nbytes for name in loaded.names() for x in loaded.operands(name).values())
+    assert bound == sum(slabs.values()) - loaded.ledger.by_role("weights")["alignment"]
+    assert loaded.ledger.by_owner().keys() == {"weights", "workspace"}
