@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fast import scratch
 
+# Widest sub-block: inside one, decays between two tokens come from sums of the g in between, never from e^(+x).
 SUB = 8
-"""Widest sub-block: inside one, decays between two tokens come from sums of the g in between, never from e^(+x)."""
-
 SEGMENT = 256  # tokens whose chunks are prepared together: bounds the temporaries of `chunked`
 
 
@@ -147,5 +146,4 @@ def gated_norm(core: Tensor, gate: Tensor, o_norm: Tensor, eps: float) -> Tensor
     T, H, d = core.shape
     assert (gate.shape, o_norm.shape) == ((T, H, d), (d,)), (tuple(gate.shape), tuple(o_norm.shape))
     root, scale = lambda x: torch.sqrt(x.square().mean(-1, keepdim=True) + eps), o_norm.float()
-    y = scratch.by_rows(lambda x, z: x / root(x) * scale * torch.sigmoid(z), core, gate, dtype=core.dtype)
-    return y.view(T, H * d)
+    return scratch.by_rows(lambda x, z: x / root(x) * scale * torch.sigmoid(z), core, gate, dtype=core.dtype).flatten(1)
