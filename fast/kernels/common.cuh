@@ -6,9 +6,9 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL) || defined(__CUDA_ARCH_FEAT_SM121_ALL)
-#define FP4_CVT 1  // cvt.rn.f16x2.e2m1x2 exists only for architecture-specific Blackwell targets
-#else
+// 1 where cvt.rn.f16x2.e2m1x2 is an instruction. compile.py says so for the target: NVRTC 13.0 defines no feature macro of
+// sm_121a, and the code would silently fall back to the bit operations below.
+#ifndef FP4_CVT
 #define FP4_CVT 0
 #endif
 

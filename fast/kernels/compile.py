@@ -25,6 +25,8 @@ from fast.errors import InputError
 
 SOURCES = Path(__file__).parent
 TARGETS = ("sm_90a", "sm_100a", "sm_120a", "sm_121a")
+CONVERTING = TARGETS[1:]
+"""Targets with the FP4 conversion instruction."""
 OPTIONS = ("--std=c++17", f"-I{SOURCES}")
 
 
@@ -85,7 +87,7 @@ def build(variant: Variant, arch: str, *, ptx: bool = False) -> Binary:
     """
     if arch not in TARGETS:
         raise KernelTargetError(f"target: found {arch!r}, expected one of {TARGETS}")
-    flags = [*OPTIONS, *(f"-D{key}={value}" for key, value in variant.defines)]
+    flags = [*OPTIONS, f"-DFP4_CVT={int(arch in CONVERTING)}", *(f"-D{key}={value}" for key, value in variant.defines)]
     path = _cache_directory() / f"{_digest(variant, arch, ptx)}.{'ptx' if ptx else 'cubin'}"
     notes = path.with_suffix(".json")
     if path.exists() and notes.exists():
