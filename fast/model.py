@@ -2,7 +2,9 @@
 
 T tokens, C streams, D hidden, V vocabulary. A call of at most `ROWS` tokens goes through every layer row by row, each
 row in exactly the shapes that decoding it alone would use: its bits do not depend on how many rows stand beside it.
-Longer calls are cut into windows, which bounds the workspace of a prompt of any length.
+Longer calls are cut into windows, which bounds the workspace of a prompt of any length. On a CUDA device, in bf16,
+calls of at most `ROWS` tokens are computed by kernels (`fast.decoder`), whose rows do not depend on each other either;
+what the kernels do not cover takes the same torch operations as on a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast import memory, scratch
+from fast import decoder, memory, scratch
 from fast.errors import InputError, MeshError
 from fast.layers import PREFIX, Communicator, Layer, Setting, Tap
 from fast.linear import ROWS, exact_sums, linear
@@ -39,6 +41,7 @@ class TextModel:
 
     `dtype` is what activations are stored in: bfloat16, or float32 for the same code without storage rounding. `mtp`
     loads the draft block too, for `fast.mtp`. `window` is the most tokens that go through the layers together.
+    `kernels` False leaves the kernels aside. `without_kernels` tells why there are none, or is None.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class TextModel:
         communicator: Communicator | None = None,
         window: int = 2048,
         mtp: bool = False,
+        kernels: bool = True,
     ) -> None:
         if mla not in ("absorbed", "expanded"):
             raise InputError(f"mla: found {mla!r}, expected absorbed or expanded")
@@ -71,6 +75,8 @@ class TextModel:
         self.norm = self.weights.tensor(f"{PREFIX}.norm.weight")
         self.lm_head = self.weights.tensor("lm_head.weight")
         self.state = self.fresh()
+        self.without_kernels = decoder.unsupported(self) if kernels else "not asked for"
+        self.kernels = decoder.Decoder(self) if self.without_kernels is None else None
 
     def _workspaces(self, dtype: torch.dtype) -> dict[str, Arena]:
         """What all layers of a kind share, as large as a window and a verification need, before any state is made."""
@@ -120,6 +126,10 @@ class TextModel:
             tap = scratch.copies(tap)
             tap("tokens", ids.int())
         self.state.advance(T)
+        if self.kernels is not None:
+            if 0 < T <= ROWS:
+                return self.kernels.run(ids, self.state, tap)
+            tap = None if tap is None else _unrounded(tap)
         with self.setting.frame("stack"):
             streams = scratch.empty((T, text.hc_mult, text.hidden_size), self.setting.dtype, self.device)
             rows = streams.split([len(part) for part in parts])
@@ -162,8 +172,12 @@ class TextModel:
     @torch.inference_mode()
     def logits(self, hidden: Tensor, tap: Tap | None = None) -> Tensor:
         """hidden [T, D] -> logits [T, V] fp32, row by row for at most `ROWS` rows."""
-        parts = hidden.split(1) if hidden.shape[0] <= ROWS else (hidden,)
-        logits = torch.cat([linear(part.clone(), self.lm_head, torch.float32) for part in parts])
+        T = hidden.shape[0]
+        if self.kernels is not None and 0 < T <= ROWS:
+            logits = self.kernels.logits(hidden)
+        else:
+            parts = hidden.split(1) if T <= ROWS else (hidden,)
+            logits = torch.cat([linear(part.clone(), self.lm_head, torch.float32) for part in parts])
         if logits.shape[1] != self.config.text.vocab_size:
             assert self.setting.communicator is not None
             logits = torch.cat(self.setting.communicator.all_gather(logits, "logits"), dim=-1)
@@ -196,3 +210,12 @@ class TextModel:
             at = int(outside[0])
             raise TokenError(f"tokens: id {int(ids[at])} at position {at}, expected 0 to {V - 1}")
         return ids.to(self.device)
+
+
+def _unrounded(tap: Tap) -> Tap:
+    """Kernels add routed and shared experts before they round: both taps are fp32, whoever computes them."""
+
+    def report(name: str, value: Any) -> None:
+        tap(name, value.float() if name.endswith((".routed.out", ".shared.out")) else value)
+
+    return report

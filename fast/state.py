@@ -5,7 +5,8 @@ tokens, the pool keys of all complete pools, and the index keys and gates of rec
 
 A transaction (`begin`, then at most `ROWS` tokens, then `commit(kept)`) keeps the first `kept` of those tokens and
 leaves every state as if the others had never been seen, bit for bit: matrices are replayed from the entry state
-through the same update, the rest is cut back. Tensors handed out by `KdaState` are replaced, never written in place.
+through the same update, the rest is cut back. Tensors handed out by `KdaState` are replaced; only kernels write them in
+place, and not those that an open transaction goes back to.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ class Rows:
         return self.data[: self.length]
 
 
+Replay = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+"""(matrix, history, n) -> both after the first n tokens of a call, as new tensors."""
+
+
 class KdaState:
     """matrix [H, d, d] fp32, history [n-1, 3*H*d] storage."""
 
@@ -55,25 +60,46 @@ class KdaState:
         self.matrix, self.history = matrix, history
         self.length = 0
         self._entry: tuple[Tensor, Tensor] | None = None
-        self._steps: list[tuple[Tensor, ...]] = []
+        self._steps: list[tuple[int, Replay]] = []
 
     def advance(self, matrix: Tensor, history: Tensor, step: Sequence[Tensor]) -> None:
-        """Take the state after a call; `step` = (k, v, g, beta), each [T, H, ..], is what replaying the call needs."""
+        """Take the state after a call; `step` = (k, v, g, beta), each [T, H, ..], is what replaying the call needs.
+
+        T is 1 while a transaction is open.
+        """
         self.matrix, self.history = matrix, history
-        self.length += len(step[0])
+        own = [part.clone() for part in step] if self.undoable else []
+        self.count(len(step[0]), lambda entry, _, n: (kda.update(entry, *(part[0] for part in own)), history))
+
+    def count(self, tokens: int, replay: Replay) -> None:
+        """Count `tokens` that matrix and history have taken in; `replay` does it again from the state before them."""
+        self.length += tokens
         if self._entry is not None:
-            self._steps.append((*(part[0].clone() for part in step), history))
+            self._steps.append((tokens, replay))
+
+    @property
+    def undoable(self) -> bool:
+        """Whether a transaction is open."""
+        return self._entry is not None
+
+    def keep(self) -> None:
+        """Before matrix and history are written in place: an open transaction gets a copy of what it began with."""
+        if self._entry is not None and self._entry[0] is self.matrix:
+            self._entry = (self.matrix.clone(), self.history.clone())
 
     def begin(self) -> None:
         self._entry, self._steps = (self.matrix, self.history), []
 
     def commit(self, kept: int) -> None:
         assert self._entry is not None
-        self.length -= len(self._steps) - kept
-        if kept < len(self._steps):
+        seen = sum(tokens for tokens, _ in self._steps)
+        self.length -= seen - kept
+        if kept < seen:
             self.matrix, self.history = self._entry
-            for k, v, g, beta, history in self._steps[:kept]:
-                self.matrix, self.history = kda.update(self.matrix, k, v, g, beta), history
+            for tokens, replay in self._steps:
+                if kept > 0:
+                    self.matrix, self.history = replay(self.matrix, self.history, min(tokens, kept))
+                    kept -= tokens
         self._entry, self._steps = None, []
 
     def arrays(self) -> dict[str, Tensor]:

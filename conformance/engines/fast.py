@@ -99,7 +99,16 @@ class FastEngine(BaseEngine):
     def _describe(self) -> dict[str, Any]:
         keys = ("device", "kda_chunk", "mla", *(["vocab"] if self.mesh.world > 1 else []))
         extra = {key: str(self.settings[key]) for key in keys} | told(self.drafts)
+        if self.settings["device"] != "cpu":
+            extra["kernels"] = self._kernels()
         return {key: self.settings[key] for key in ("arithmetic", "tp", "ep")} | {"extra": extra}
+
+    def _kernels(self) -> str:
+        """What the kernels of calls of few tokens were compiled for, or why torch operations took their place."""
+        if self.mesh.world > 1:
+            return "none: ranks"
+        kernels = self.model.kernels
+        return f"none: {self.model.without_kernels}" if kernels is None else kernels.target
 
     def operands(self, name: str) -> dict[str, np.ndarray] | None:
         """The parts bound for a weight; None for a tensor that is a part itself (scales) or was not loaded."""

@@ -53,6 +53,7 @@ struct Gemv {
     Router router;
     Planner planner;         // what the router's choice is turned into
     const u8 *x, *norm;      // x [R, ldx] bf16; norm [k] bf16: RMSNorm applied to x first (one K segment only)
+    u8 *normed;              // [R, k]: x behind the norm, or null
     float *best;             // argmax candidates [blocks, 8] values, then [blocks, 8] indices
     int *token, *position;   // argmax result [R]; positions [R] to advance, or null
     u32 *counter;            // argmax: blocks finished
@@ -123,6 +124,8 @@ DEVICE void normalise_x(const Gemv &p, int warp, int g, int t, u32 (&x)[CW][4], 
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             x[c][i] = pack_bf16(bf16_low(x[c][i]) * scale * bf16_low(ww[i]), bf16_high(x[c][i]) * scale * bf16_high(ww[i]));
+        if (p.normed && (int)blockIdx.x == p.beside && g < p.rows && (!TAIL || k < p.k))
+            *(uint4 *)(p.normed + 2 * ((long long)g * p.k + k)) = make_uint4(x[c][0], x[c][1], x[c][2], x[c][3]);
     }
     __syncthreads();
 }

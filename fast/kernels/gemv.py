@@ -21,6 +21,8 @@ from fast.kernels.router import Router, RouterStruct
 ROWS = 8
 MATRICES = 8
 WARPS, STAGES, CHUNK, WIDEST, NARROW = 16, 8, 32, 8, 4
+STREAMS = 4
+"""Streams that the source assumes (sinkhorn.cuh)."""
 KINDS = ("bf16", "f32", "swiglu", "router", "argmax")
 
 
@@ -41,7 +43,7 @@ class _Gemv(Parameters):
         ("matrix", _Matrix * MATRICES),
         ("router", RouterStruct),
         ("planner", PlannerStruct),
-        *((name, Pointer) for name in ("x", "norm", "best", "token", "position", "counter")),
+        *((name, Pointer) for name in ("x", "norm", "normed", "best", "token", "position", "counter")),
         ("side", SinkhornStruct),
         ("router_logits", Pointer),
         *(
@@ -91,11 +93,14 @@ def depth(chunks: int, *, roomy: bool) -> int:
     return 9 if chunks == 3 else STAGES
 
 
-def variant(K: int, *, roomy: bool = True, norm: bool = False, experts: int = 0, argmax: bool = False) -> Variant:
-    """`experts`: of a router product, 0 without one."""
+def variant(
+    K: int, *, roomy: bool = True, norm: bool = False, experts: int = 0, argmax: bool = False, streams: int = STREAMS
+) -> Variant:
+    """`experts`: of a router product, 0 without one; `streams`: of the mHC mix that is finished beside it."""
     chunks, segments = split(K)
     tail = CHUNK * WARPS * chunks * segments != K
     flags = [("TAIL", int(tail)), ("NORM", int(norm)), ("ROUTER", -(-experts // 32)), ("ARGMAX", int(argmax))]
+    flags.append(("C", streams if streams != STREAMS else 0))
     shape = (("CW", chunks), ("SEGMENTS", segments), ("STAGES", depth(chunks, roomy=roomy)))
     return Variant("gemv", (*shape, *((name, value) for name, value in flags if value)))
 
@@ -123,6 +128,7 @@ def project(
     products: Sequence[Product],
     *,
     norm: Tensor | None = None,
+    normed: Tensor | None = None,
     eps: float = 0.0,
     limit: float = 0.0,
     router: Router | None = None,
@@ -131,7 +137,8 @@ def project(
     side: SinkhornStruct | None = None,
     pdl: bool = False,
 ) -> None:
-    """All products of x [R, K] in one launch. With `norm` [K] x is RMS-normalised first (K at most 4096).
+    """All products of x [R, K] in one launch. With `norm` [K] x is RMS-normalised first (K at most 4096); `normed`
+    [R, K] bf16, if given, receives it.
 
     `router` takes the logits of the one product of kind router and writes the expert choice; `argmax` takes those of
     the one of kind argmax. `planner` (experts.planner) turns the choice into a plan; `side` (mhc.side) is done by one
@@ -175,12 +182,24 @@ def project(
         p.best, p.token, p.position = address(argmax.best), address(argmax.token), address(argmax.position)
         p.counter = counters.data_ptr() + 4
     assert norm is None or split(K)[1] == 1, K
+    if normed is not None:
+        assert norm is not None
+        assert (normed.shape, normed.dtype) == ((R, K), torch.bfloat16), (tuple(normed.shape), normed.dtype)
+        assert normed.is_contiguous(), normed.stride()
+        p.normed = address(normed)
     chunks, _ = split(K)
     stages = depth(chunks, roomy=driver.roomy(device))
     slots = stages if stages < chunks else stages // chunks * chunks
     shared = WARPS * slots * 1024 + 2 * WARPS * 128 * 4
     experts = p.router.experts if router is not None else 0
-    which = variant(K, roomy=driver.roomy(device), norm=norm is not None, experts=experts, argmax=argmax is not None)
+    which = variant(
+        K,
+        roomy=driver.roomy(device),
+        norm=norm is not None,
+        experts=experts,
+        argmax=argmax is not None,
+        streams=STREAMS if side is None else side.streams,
+    )
     kernel = driver.kernel(which, "gemv", device)
     kernel((p.blocks + beside, 1, 1), WARPS * 32, p, shared=shared, pdl=pdl)
 

@@ -42,6 +42,7 @@ struct Kda {
     u8 *q_past, *k_past, *v_past;          // last three conv inputs, bf16, [sequence, age, channel] by strides
     float *state;                          // [sequences, H, HD, HD]
     u8 *out;                               // [rows, H * HD]
+    float *tap;                            // [rows, H, 6, HD]: q, k, v behind the convolution, g, core, beta; or null
     long long past_sequence, past_time;
     int heads, sequences, tokens, ld, ld_f, ld_g, ld_beta, rehearse;  // ld*: element strides of a row
     float lower, eps;
@@ -62,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
     auto state_of = [&](int i) {
         return p.state + ((long long)(i % p.sequences * p.heads + i / p.sequences) * HD + kg) * HD + vg * 4;
     };
+    auto tapped = [&](long long row, int head, int which) { return p.tap + ((row * p.heads + head) * 6 + which) * HD; };
     // This thread's 16 bytes of the rest: where they lie for head 0 of sequence 0, and how far the next ones are.
     const u8 *piece = nullptr;
     long long by_sequence = 0;
@@ -157,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
                 const float x = round_bf16(y * sigmoid(y));
                 if (role < 2) drive[own][2 - role] = x;
                 else value[own] = x;
+                if (p.tap && live) tapped(row, head, role)[own] = x;
                 if (live) past[0] = first, past[HD] = second, past[2 * HD] = last;
                 if (token == p.tokens - 1) {
                     u16 *const to = (u16 *)(role == 0 ? p.q_past : role == 1 ? p.k_past : p.v_past) + sequence * p.past_sequence + head * HD + own;
@@ -181,13 +184,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
                 for (int i = 0; i < 2; ++i) {
                     const float v = round_bf16(c[2 * i]);
                     const int at = low_row + i * 8;
-                    if (warp < WARPS / 2) drive[at][0] = exponential(p.lower * sigmoid(rate * (v + ((const float *)(in + BIAS))[at])));
-                    else gate[at] = sigmoid(v);
+                    if (warp < WARPS / 2) {
+                        const float decay = p.lower * sigmoid(rate * (v + ((const float *)(in + BIAS))[at]));
+                        drive[at][0] = exponential(decay);
+                        if (p.tap && live) tapped(row, head, 3)[at] = decay;
+                    } else gate[at] = sigmoid(v);
                 }
 #else
             if (role == 3) {
                 const float v = bf16_to_float(((const u16 *)(in + FG))[own]) + ((const float *)(in + BIAS))[own];
-                drive[own][0] = exponential(p.lower * sigmoid(rate * v));
+                const float decay = p.lower * sigmoid(rate * v);
+                drive[own][0] = exponential(decay);
+                if (p.tap && live) tapped(row, head, 3)[own] = decay;
                 gate[own] = sigmoid(bf16_to_float(((const u16 *)(in + FG))[HD + own]));
             }
 #endif
@@ -265,6 +273,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
             }
             __syncthreads();
             if (kg == 0) {
+                if (p.tap && live) {
+                    *(float4 *)(tapped(row, head, 4) + vg * 4) = make_float4(o[0], o[1], o[2], o[3]);
+                    if (vg == 0) *tapped(row, head, 5) = beta;
+                }
                 square = 0.0f;
 #pragma unroll
                 for (int w = 0; w < VG / SIDE; ++w) square += norms[w * KWARPS];

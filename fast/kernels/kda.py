@@ -19,7 +19,10 @@ WIDTHS = (16, 128)
 class _Kda(Parameters):
     _fields_ = (
         *((name, Pointer) for name in ("q", "k", "v", "f", "g", "beta", "f_b", "g_b", "q_conv", "k_conv", "v_conv")),
-        *((name, Pointer) for name in ("a_log", "dt_bias", "o_norm", "q_past", "k_past", "v_past", "state", "out")),
+        *(
+            (name, Pointer)
+            for name in ("a_log", "dt_bias", "o_norm", "q_past", "k_past", "v_past", "state", "out", "tap")
+        ),
         *((name, Long) for name in ("past_sequence", "past_time")),
         *((name, Int) for name in ("heads", "sequences", "tokens", "ld", "ld_f", "ld_g", "ld_beta", "rehearse")),
         ("lower", Float),
@@ -66,11 +69,15 @@ def step(
     state: Tensor,
     out: Tensor,
     *,
+    tap: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """q, k, v [R, H*d] and beta [R, H], raw projections, bf16, one row stride for the three; rows of a sequence follow
     each other. f and g: f_b f_a x and g_b g_a x [R, H*d], or f_a x and g_a x [R, 128] when `weights` has f_b and g_b.
     history [B, 3, 3*H*d] bf16 (oldest first) and state [B, H, d, d] fp32 are updated; out [R, H*d] bf16.
+
+    tap [R, H, 6, d] fp32, if given, receives q, k and v behind the convolution, the log decay g, the output of the
+    recurrence, and beta (its first place).
 
     With `pdl` two steps on the same state need a kernel that is not this one between them.
     """
@@ -95,7 +102,10 @@ def step(
         setattr(p, f"{name}_conv", weights.conv.data_ptr() + 8 * HD * i)
         setattr(p, f"{name}_past", history.data_ptr() + 2 * HD * i)
     p.a_log, p.dt_bias, p.o_norm = address(weights.A_log), address(weights.dt_bias), address(weights.o_norm)
-    p.state, p.out = address(state), address(out)
+    p.state, p.out, p.tap = address(state), address(out), address(tap)
+    if tap is not None:
+        assert (tap.shape, tap.dtype) == ((R, H, 6, d), torch.float32), (tuple(tap.shape), tap.dtype)
+        assert tap.is_contiguous(), tap.stride()
     p.past_sequence, p.past_time, _ = history.stride()
     p.heads, p.sequences, p.tokens, p.ld = H, B, T, qkv[0].stride(0)
     p.ld_f, p.ld_g, p.ld_beta = f.stride(0), g.stride(0), beta.stride(0)

@@ -58,7 +58,14 @@ def new_mix(R: int, C: int, device: torch.device, *, pre: bool = False) -> Mix:
 
 
 class SinkhornStruct(Parameters):
-    _fields_ = (("logits", Pointer), ("comb", Pointer), ("rows", Int), ("iterations", Int), ("eps", Float))
+    _fields_ = (
+        ("logits", Pointer),
+        ("comb", Pointer),
+        ("rows", Int),
+        ("iterations", Int),
+        ("streams", Int),
+        ("eps", Float),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +149,8 @@ def site(
 
 def side(mix: Mix, setting: Setting) -> SinkhornStruct:
     """What turns mix.logits into mix.comb."""
-    return SinkhornStruct(address(mix.logits), address(mix.comb), mix.comb.shape[0], setting.iterations, setting.hc_eps)
+    R, C, _ = mix.comb.shape
+    return SinkhornStruct(address(mix.logits), address(mix.comb), R, setting.iterations, C, setting.hc_eps)
 
 
 def sinkhorn(mix: Mix, setting: Setting, *, pdl: bool = False) -> None:

@@ -9,7 +9,7 @@
 struct Sinkhorn {
     const float *logits;  // [R, C, C], null: nothing to do
     float *comb;          // [R, C, C]
-    int rows, iterations;
+    int rows, iterations, streams;  // streams: C
     float eps;
 };
 
