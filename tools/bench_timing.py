@@ -1,0 +1,81 @@
+"""Time on a CUDA device: replays of recorded launches between events, against this device's own read bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+
+from tools.errors import UsageError
+
+Launch = Callable[[], Any]
+FETCHED = 1 << 28
+"""Bytes of weights that launches on one shape walk through, so that none is still in a cache when its turn comes."""
+
+
+def device() -> torch.device:
+    """The current CUDA device. Raises UsageError where there is none."""
+    if not torch.cuda.is_available():
+        raise UsageError("this benchmark needs a CUDA device: torch finds none")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def described() -> dict[str, Any]:
+    """The device and what runs on it."""
+    from fast.kernels.compile import compiler_version, target
+
+    capability = torch.cuda.get_device_capability()
+    return {
+        "device": torch.cuda.get_device_name(),
+        "target": target(*capability),
+        "compiler": compiler_version(),
+        "torch": torch.__version__,
+        "memory_bytes": torch.cuda.get_device_properties(0).total_memory,
+    }
+
+
+def recorded(launch: Launch) -> torch.cuda.CUDAGraph:
+    """What `launch` puts on the stream, as a graph; it runs once before, which loads and compiles what it needs."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph
+
+
+def milliseconds(run: Launch, repeats: int, warm: int = 3) -> float:
+    """Median time of a call, by events on the stream."""
+    for _ in range(warm):
+        run()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return median(a.elapsed_time(b) for a, b in pairwise(marks))
+
+
+def replayed(launch: Launch, repeats: int = 20) -> float:
+    """Median milliseconds of `launch` as a graph."""
+    return milliseconds(recorded(launch).replay, repeats)
+
+
+def read_bandwidth(size: int = 1 << 32, repeats: int = 10) -> float:
+    """GB/s at which this device reads `size` bytes once: the measuring stick of every fraction."""
+    from fast.kernels import stream
+
+    data = torch.empty(size, dtype=torch.uint8, device=device()).random_()
+    return size / replayed(lambda: stream.read(data), repeats) / 1e6
+
+
+def copies(size: int, least: int = 2) -> int:
+    """How many operands of `size` bytes to walk through."""
+    return max(least, -(-FETCHED // size))
