@@ -138,11 +138,12 @@ def advise(trace: Trace, config: Any = None) -> Advice:
     specs = expected(config, trace.rows)
     present = set(found.present)
     groups = (_state(group, specs, present) for group in GROUPS)
+    choices = {name for name in specs if name.startswith("layers.") and name.endswith((".indices", ".selected"))}
     return Advice(
         faults=tuple(str(fault) for fault in found.faults),
         unknown={name: _suggestion(name, specs) for name in found.unknown},
         groups=tuple(state for state in groups if state.known),
-        localises=_reach(config.text.num_hidden_layers, present),
+        localises=_reach(config.text.num_hidden_layers, present, choices),
     )
 
 
@@ -180,8 +181,8 @@ def _suggestion(name: str, specs: dict[str, TapSpec]) -> str:
     return f"did you mean {close[0]}?" if close else "no name of the format is close"
 
 
-def _reach(layers: int, present: set[str]) -> str:
-    """The finest place that a fault in any layer can be named to."""
+def _reach(layers: int, present: set[str], choices: set[str]) -> str:
+    """The finest place that a fault in any layer can be named to. `choices`: every tap that tells a discrete choice."""
 
     def everywhere(*leaves: str) -> bool:
         return all(f"layers.{layer}.{name}" in present for layer in range(layers) for name in leaves)
@@ -189,4 +190,11 @@ def _reach(layers: int, present: set[str]) -> str:
     if everywhere("in", "mid", "out", "attn.in", "attn.out", "mlp.in", "mlp.out"):
         finer = ("attn.core", "attn_hc.comb", "ffn_hc.comb")
         return "an operation" if everywhere(*finer) else "a sublayer"
-    return "a layer" if everywhere("in", "out") else "the logits"
+    if everywhere("in", "out"):
+        return "a layer"
+    if choices <= present:
+        return "the logits"
+    return (
+        "the logits, and of those only to tokens whose experts and pools are beyond doubt; with every router.indices "
+        "and indexer.selected to all of them"
+    )

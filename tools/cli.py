@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from typing import Any, NoReturn
 
 import typer
@@ -112,10 +113,21 @@ def main(argv: list[str] | None = None) -> None:
         if debug:
             raise
         fail(f"out of memory: {error or 'an allocation was refused'}")
+    except Exception as error:
+        # Engines of other people raise what they like; 1 would read as a comparison that failed.
+        if debug:
+            raise
+        fail(f"{type(error).__name__}: {error} ({_place(error)}; glm53 --debug shows the way there)")
     if status == INTERRUPTED:
         print("glm53: interrupted", file=sys.stderr)
     if isinstance(status, int) and status:
         sys.exit(status)
+
+
+def _place(error: BaseException) -> str:
+    """Where an exception was raised: file and line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "no place known"
 
 
 def fail(message: str) -> NoReturn:

@@ -6,6 +6,7 @@ and draws its samples in portions, so memory follows the widest layer, not the c
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,8 @@ from conformance.judge import Rebase, Result
 from conformance.judge.rebase import FALSE_ALARM, SAMPLES
 from conformance.report import html, machine, terminal
 from reference.checkpoint import Checkpoint, open_checkpoint
-from tools.errors import UsageError
+from tools.errors import UsageError, check_seed
+from tools.output import check_outputs, guarded
 from tools.progress import step_bar
 from tools.tokens import tokens_of
 from tools.trace import engine_options
@@ -84,15 +86,14 @@ def command(
 
     Example: glm53 conform /models/GLM-5.3-Flash-NVFP4 --engine fast --device cuda --html report.html
     """
+    check_outputs({"--html": html_file, "--json": json_file}, reads=[tokens], keeps=[directory])
+    check_seed(seed)
     ids = None if tokens is None and prompt is None else tokens_of(tokens, prompt, directory)
     options = engine_options(option or [], arithmetic=arithmetic, tp=tp, ep=ep, device=device)
     results = conform(directory, engine, tokens=ids, options=options, samples=samples, seed=seed, quiet=quiet)
     for path, write in ((html_file, html.write), (json_file, machine.write)):
         if path is not None:
-            try:
-                write(results, path)
-            except OSError as error:
-                raise UsageError(f"{path}: cannot be written: {error.strerror or error}") from None
+            guarded("--html" if path is html_file else "--json", path, partial(write, results, path))
     if not quiet:
         terminal.print_report(results, terminal.default_console(quiet))
     raise typer.Exit(0 if all(result.passed for result in results) else 1)

@@ -121,7 +121,7 @@ def command(
     """
     files = traces or []
     console = terminal.default_console(quiet)
-    check_outputs({"--html": html_file, "--json": json_file}, reads=[*files, check_file])
+    check_outputs({"--html": html_file, "--json": json_file}, reads=[*files, check_file], keeps=[checkpoint])
     check_seed(seed)
     if check_file is not None:
         if files:

@@ -234,7 +234,7 @@ def command(
     Example: glm53 generate tiny --prompt "Hello, world." --max-new 32 --mtp 3
     """
     wish = Wish(engine, mtp, temperature, seed, arithmetic, device, tuple(stop or ()))
-    check_outputs({"--json": json_file}, reads=[tokens])
+    check_outputs({"--json": json_file}, reads=[tokens], keeps=[directory])
     ids = tokens_of(tokens, prompt, directory)
     made = generate(directory, ids, max_new, wish, quiet=quiet)
     text = text_of(made.tokens, directory)

@@ -182,7 +182,7 @@ def command(
 
     Example: glm53 inspect GLM-5.3-Flash-NVFP4 --headers-only --json layout.json
     """
-    check_outputs({"--json": json_file})
+    check_outputs({"--json": json_file}, keeps=[directory])
     result = inspect(directory, read_values=not headers_only, quiet=quiet)
     write_json(json_file, result)
     if not quiet:

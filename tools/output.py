@@ -16,12 +16,16 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def check_outputs(files: dict[str, Path | None], reads: Iterable[Path | None] = ()) -> None:
+def check_outputs(
+    files: dict[str, Path | None], reads: Iterable[Path | None] = (), keeps: Iterable[Path | None] = ()
+) -> None:
     """Refuse, before hours of work, outputs that could not be written at its end. `files`: option -> where it writes.
 
     Raises UsageError for a file in a folder that does not exist or may not be written, for a folder where a file is to
-    be, and for two options that write one file or one that would overwrite a file this command reads.
+    be, and for two options that write one file or one that would overwrite a file this command reads: one of `reads`,
+    or anything in a checkpoint directory of `keeps`.
     """
+    kept = {os.path.realpath(folder): folder for folder in keeps if folder is not None and folder.is_dir()}
     taken = {os.path.realpath(path): f"{path} is an input" for path in reads if path is not None}
     for option, path in files.items():
         if path is None:
@@ -33,6 +37,8 @@ def check_outputs(files: dict[str, Path | None], reads: Iterable[Path | None] = 
         where = os.path.realpath(path)
         if where in taken and path.is_file() | (not path.exists()):
             raise UsageError(f"{option} {path}: {taken[where]}")
+        if path.exists() and (folder := kept.get(os.path.realpath(path.parent))) is not None:
+            raise UsageError(f"{option} {path}: would overwrite a file of the checkpoint {folder}")
         taken[where] = f"{option} and another option write the same file"
 
 

@@ -162,7 +162,7 @@ def command(
 
     Example: glm53 plan --export nvidia --tp 2 --ep 2 --context 32768 --mtp 3 --hardware gb10
     """
-    check_outputs({"--json": json_file})
+    check_outputs({"--json": json_file}, keeps=[checkpoint])
     config, tensors, gate_rank, title = source(checkpoint, export, geometry)
     with step_bar(f"planning {title}", quiet) as advance:
         plans = plan(

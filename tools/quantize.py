@@ -42,7 +42,7 @@ def command(
 
     Example: glm53 quantize GLM-5.3-Flash-BF16 GLM-5.3-Flash-NVFP4 --export libertai
     """
-    check_outputs({"--json": json_file})
+    check_outputs({"--json": json_file}, keeps=[source])
     summary = quantize(source, directory, export.value, quiet=quiet)
     write_json(json_file, summary)
     if not quiet:

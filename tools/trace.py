@@ -1,6 +1,8 @@
 """`glm53 trace`: run an engine over a checkpoint and write what it computed."""
 
 import dataclasses
+import difflib
+import fnmatch
 import re
 import time
 from pathlib import Path
@@ -11,7 +13,9 @@ import typer
 
 from conformance import rank_traces
 from conformance.engines import registry
+from conformance.taps import expected
 from conformance.trace import Schedule, Trace
+from reference.config import load
 from tools.errors import UsageError, check_seed
 from tools.output import check_outputs, write_json
 from tools.progress import step_bar
@@ -74,6 +78,17 @@ def job_of(directory: Path, tokens: np.ndarray, schedule: Schedule, folder: Path
     return dataclasses.asdict(Job(str(directory), tokens.tolist(), str(folder), **feeding, **settings))
 
 
+def check_taps(taps: str, directory: Path, tokens: int) -> None:
+    """Raises UsageError for a glob that names no tap of the model: a name misspelt would be a trace without it."""
+    known = expected(load(directory), tokens)
+    for glob in filter(None, taps.split(",")):
+        if not fnmatch.filter(known, glob):
+            close = difflib.get_close_matches(glob, known, n=1)
+            raise UsageError(
+                f"--taps {glob}: matches no tap of this model" + (f", but {close[0]} is one" if close else "")
+            )
+
+
 def engine_options(pairs: list[str], **named: Any) -> dict[str, Any]:
     """Options for `Engine.open`: the named ones that were given, then `--option KEY=VALUE` (numbers become int)."""
     options = {key: value for key, value in named.items() if value is not None}
@@ -134,9 +149,10 @@ def command(
 
     Example: glm53 trace tiny --engine fast --prompt "Hello, world." --decode 4 --out fast.trace
     """
-    check_outputs({"--out": out, "--json": json_file, "--job": job_file}, reads=[tokens])
+    check_outputs({"--out": out, "--json": json_file, "--job": job_file}, reads=[tokens], keeps=[directory])
     check_seed(seed)
     ids = tokens_of(tokens, prompt, directory)
+    check_taps(taps, directory, len(ids))
     options = engine_options(option or [], arithmetic=arithmetic, seed=seed, tp=tp, ep=ep, device=device, mtp=mtp)
     if job_file is not None:
         settings = {"drafts" if key == "mtp" else key: value for key, value in options.items()}

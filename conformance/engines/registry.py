@@ -56,7 +56,11 @@ def _load(name: str, target: str) -> Any:
 def _instance(name: str, cls: Any) -> Engine:
     if not callable(cls):
         raise EngineNotFoundError(f"engine {name}: {cls!r} is not a class")
-    engine = cls()
+    try:
+        engine = cls()
+    except Exception as error:  # So may its constructor.
+        told = f"{type(error).__name__}: {error}"
+        raise EngineNotFoundError(f"engine {name}: {cls!r} cannot be made without arguments ({told})") from error
     lacking = [verb for verb in ("name", "version", "open", "run", "operands") if not hasattr(engine, verb)]
     if lacking:
         raise EngineNotFoundError(f"engine {name}: {cls.__name__} lacks {', '.join(lacking)}")

@@ -190,7 +190,7 @@ def _result(
     weights = bits.weights(checkpoint, drafts=bool(block))
     judged_nothing = not any(row.compared for row in rows)
     if judged_nothing:
-        problems = [*problems, Problem("empty", "taps", "0 compared", "at least 1", True, "nothing was compared")]
+        problems = [*problems, Problem("empty", "taps", "0 compared", "at least 1", True, _nothing(trace, owner))]
     ok = (
         not any(problem.fatal for problem in problems)
         and all(row.passed for row in rows)
@@ -226,6 +226,17 @@ def _result(
             elements=sum(row.compared for row in rows),
         ),
         statistics=replace(owner.statistics(0), checks=len(rows) * FAMILIES),
+    )
+
+
+def _nothing(trace: Trace, owner: Rebase) -> str:
+    """Why no step was judged, and what would let it be."""
+    untold = [name for node in owner.nodes if node.choice for name in node.outputs if name not in trace.taps]
+    if not untold or not all(name in trace.taps for name in REQUIRED_TAPS):
+        return "nothing was compared"
+    return (
+        "nothing was compared: every step rests on choices that the trace does not tell and that a correct engine may "
+        f"make otherwise; store layers.i.router.indices and layers.i.indexer.selected ({untold[0]} is the first)"
     )
 
 

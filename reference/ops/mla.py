@@ -37,13 +37,15 @@ def latent(ar: Arithmetic, x: np.ndarray, w: Weights, eps: float) -> np.ndarray:
 def attend(ar: Arithmetic, q: np.ndarray, c: np.ndarray, selected: np.ndarray, w: Weights, form: str) -> np.ndarray:
     """q [.., T, H, N], c [.., n, L] all latents so far, selected [.., T, W] rows of c (-1: none) -> [.., T, H, O].
 
-    Only the selected rows are read. A query that selects nothing gives 0. form: "expanded" or "absorbed".
+    Only the selected rows are read, wherever in its row of `selected` they stand. A query that selects nothing gives 0.
+    form: "expanded" or "absorbed".
     """
     *B, T, _, _ = q.shape
     assert selected.shape[:-1] == (*B, T), (q.shape, selected.shape)
     core = {"expanded": expanded, "absorbed": absorbed}[form]
-    width = max(1, int(np.count_nonzero(selected >= 0, axis=-1).max(initial=0)))
-    selected = selected[..., :width].astype(np.int64)
+    used = (selected >= 0).any(axis=tuple(range(selected.ndim - 1)))
+    selected = selected[..., used if used.any() else slice(1)].astype(np.int64)
+    width = selected.shape[-1]
     step = max(1, TILE // (int(np.prod(B)) * width * max(w.shape("kv_b_proj.weight")[0], c.shape[-1])))
     tiles = [slice(t, t + step) for t in range(0, max(T, 1), step)]
     return np.concatenate([core(ar, q[..., t, :, :], c, selected[..., t, :], w) for t in tiles], axis=-3)

@@ -74,6 +74,7 @@ def test_an_installed_entry_point_is_found(monkeypatch):
         ("no_such_module:Engine", "cannot import no_such_module"),
         ("conformance.engines.file:Nope", "conformance.engines.file has no Nope"),
         ("conformance.engines.registry:GROUP", "is not a class"),
+        ("json:loads", "loads.* cannot be made without arguments .*TypeError"),
         ("conformance.trace:Recorder", "Recorder lacks name, version, open, run, operands"),
     ],
 )

@@ -146,6 +146,19 @@ def test_a_wrong_token_set_fails_at_the_choice(odd):
     assert "causal" in {check.name for check in first.checks if not check.passed}
 
 
+def test_choices_have_no_order():
+    """Not the experts of a token, with their weights beside them, and not its token set, -1 included."""
+    odd = Bench("odd", "nvidia", tokens=20)
+    pattern = r"layers\.(4|5)\..*(in|out|core|q_resid|latent|scores|selected|router.*)"
+    taps = {name: tap for name, tap in odd.trace.taps.items() if name == "tokens" or re.fullmatch(pattern, name)}
+    turned = {
+        name: tap[:, ::-1] for name, tap in taps.items() if re.search(r"selected|router\.(indices|weights)", name)
+    }
+    assert {"layers.4.indexer.selected", "layers.4.router.weights", "layers.5.indexer.selected"} <= set(turned)
+    assert all((tap[:, 0] < 0).all() for name, tap in turned.items() if name.endswith("selected"))
+    assert odd.first(taps | {name: np.ascontiguousarray(tap) for name, tap in turned.items()}) is None
+
+
 def thinned(trace, pattern):
     return {name: tap for name, tap in trace.taps.items() if re.fullmatch(pattern, name)}
 
@@ -190,10 +203,13 @@ def test_without_the_choices_doubtful_tokens_are_left_out(bench):
 
 
 def test_tokens_and_logits_alone_are_judged_as_one_step(odd):
-    taps = thinned(odd.trace, "tokens|logits")
+    """Where the choices are told as well: without, a correct engine may have taken another path for every token."""
+    taps = thinned(odd.trace, r"tokens|logits|.*\.(indices|selected)")
     assert all(row.passed for row in odd.judge.rows(Trace(odd.trace.metadata, taps)))
     first = odd.first(taps | {"logits": taps["logits"] * np.float32(1.3)})
-    assert first is None or first.inputs == ("tokens",)
+    assert first.tap == "logits"
+    assert "tokens" in first.inputs
+    assert list(odd.judge.rows(Trace(odd.trace.metadata, thinned(odd.trace, "tokens|logits")))) == []
 
 
 def test_the_same_trace_gets_the_same_verdict(odd):

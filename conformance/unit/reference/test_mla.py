@@ -103,6 +103,14 @@ def test_wider_padding_changes_no_bit(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_a_set_has_no_order_and_its_unused_places_may_stand_anywhere(form):
+    q, c, kv_b, selected = _case(14, 5, 12, 7)
+    wide = np.concatenate([selected, np.full((5, 4), -1, np.int32)], axis=1)
+    for rows in (wide[:, ::-1], np.random.default_rng(14).permuted(wide, axis=1)):
+        check(_attend(form, q, c, kv_b, rows), *_definition(q, c, kv_b, selected))
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["exact", "bf16"])
 @pytest.mark.parametrize("tile", [1, 1 << 23])
 def test_a_row_does_not_depend_on_rows_or_tiles(form, name, tile, monkeypatch):

@@ -3,8 +3,11 @@
 import importlib
 import json
 import os
+import re
 import stat
 import struct
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -121,6 +124,23 @@ def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, tmp_path, erro
     assert message in told(capsys)
 
 
+def test_what_an_engine_of_someone_else_raises_is_one_line(monkeypatch, capsys, tmp_path, directory):
+    """Not a comparison that failed, and not a traceback either: status 2, what was raised and where."""
+
+    def open_(self, directory, **options):
+        raise KeyError("no_such_layer")
+
+    verbs = dict.fromkeys(("run", "operands"), lambda self: None)
+    module = types.ModuleType("some_engines")
+    module.__dict__["Mine"] = type("Mine", (), verbs | {"name": "mine", "version": "1", "open": open_})
+    monkeypatch.setitem(sys.modules, "some_engines", module)
+    command = ("trace", directory, "--engine", "some_engines:Mine", "--prompt", "x", "--out", tmp_path / "t")
+    assert glm53(*command) == 2
+    assert re.search(r"KeyError: 'no_such_layer' \(.*test_cli\.py:\d+; glm53 --debug", told(capsys))
+    with pytest.raises(KeyError):
+        glm53("--debug", *command)
+
+
 def test_a_name_that_no_file_can_have_is_one_line(capsys):
     assert glm53("make-checkpoint", "a" * 300, "--export", "nvidia", "--geometry", "odd") == 2
     assert "File name too long" in told(capsys)
@@ -205,6 +225,7 @@ def test_a_file_name_of_the_greatest_length_can_be_written(tmp_path):
         ("trace", "{}/no", "--prompt", "x", "--out", "{}/t"),
         ("generate", "{}/no", "--prompt", "x", "--max-new", "1"),
         ("diff", "{}/no", "--checkpoint", "{}/no"),
+        ("conform", "{}/no"),
         ("golden", "verify", "--only", "none"),
         ("plan", "--export", "nvidia", "--geometry", "odd"),
     ],
@@ -231,6 +252,27 @@ def test_two_outputs_or_an_input_and_an_output_are_not_one_file(tmp_path):
     with pytest.raises(output.UsageError, match=r"--json .*f is an input"):
         output.check_outputs({"--json": file}, reads=[file])
     output.check_outputs({"--out": file, "--json": None}, reads=[None])
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("trace", "{}", "--prompt", "x", "--out", "{}/config.json"),
+        ("trace", "{}", "--prompt", "x", "--json", "{}/config.json"),
+        ("generate", "{}", "--prompt", "x", "--max-new", "1", "--json", "{}/config.json"),
+        ("inspect", "{}", "--json", "{}/config.json"),
+        ("diff", "no", "--checkpoint", "{}", "--html", "{}/config.json"),
+        ("conform", "{}", "--html", "{}/config.json"),
+        ("plan", "--checkpoint", "{}", "--json", "{}/config.json"),
+        ("quantize", "{}", "x", "--export", "nvidia", "--json", "{}/config.json"),
+    ],
+    ids=lambda command: f"{command[0]} {command[-2]}",
+)
+def test_no_command_overwrites_the_checkpoint_it_reads(tmp_path, capsys, command):
+    (tmp_path / "config.json").write_text("{}")
+    assert glm53(*(word.format(tmp_path) for word in command)) == 2
+    assert "config.json: would overwrite a file of the checkpoint" in told(capsys)
+    assert (tmp_path / "config.json").read_text() == "{}"
 
 
 def test_a_device_is_written_into_and_stays_a_device(made):
@@ -300,6 +342,7 @@ def test_an_option_of_an_engine_is_checked_before_it_reaches_it(directory, tmp_p
         ("make-checkpoint", "{}/c", "--export", "nvidia", "--geometry", "odd"),
         ("trace", "{}/no", "--prompt", "x", "--out", "{}/t"),
         ("diff", "{}/no", "--checkpoint", "{}/no"),
+        ("conform", "{}/no"),
     ],
 )
 def test_a_seed_that_another_seed_would_repeat_is_refused(tmp_path, capsys, command, seed):

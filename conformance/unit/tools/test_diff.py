@@ -143,7 +143,7 @@ def boundaries(made, *leaves):
 @pytest.mark.parametrize(
     ("leaves", "place"),
     [
-        ((), "the logits"),
+        (("router.indices", "indexer.selected"), "the logits"),
         (("in", "out"), "a layer"),
         (("in", "out", "mid", "attn.in", "attn.out", "mlp.in", "mlp.out"), "a sublayer"),
         (None, "an operation"),
@@ -154,6 +154,19 @@ def test_check_tells_how_far_a_fault_can_be_localised(made, directory, tmp_path,
     file = kept(made, tmp_path / "c.trace", *names)
     assert run("--check", file, "--checkpoint", directory) == 0
     assert f"{file}: sound; a fault can be named to {place}" in capsys.readouterr().out.splitlines()
+
+
+def test_tokens_and_logits_alone_tell_what_they_lack(made, directory, tmp_path, capsys):
+    """A correct engine may choose other experts than the reference, so nothing about such a trace can be wrong."""
+    file = kept(made, tmp_path / "c.trace")
+    assert run("--check", file, "--checkpoint", directory) == 0
+    assert "with every router.indices and indexer.selected to all of them" in capsys.readouterr().out
+    assert run(file, "--checkpoint", directory) == 1
+    line = capsys.readouterr().out.splitlines()[0]
+    assert line.startswith("first divergence: EMPTY taps: nothing was compared: every step rests on choices")
+    assert "layers.i.router.indices and layers.i.indexer.selected" in line
+    told = kept(made, file, *boundaries(made, "router.indices", "indexer.selected"))
+    assert run(told, "--checkpoint", directory) == 0
 
 
 def test_a_trace_of_layer_boundaries_localises_to_the_layer(made, directory, tmp_path, capsys):

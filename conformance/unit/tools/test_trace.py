@@ -138,6 +138,8 @@ def test_the_file_engine_copies_a_trace(out, tmp_path):
         (("--prompt", "x", "--engine", "nope"), "engine nope: unknown"),
         (("--prompt", "x", "--engine", "fast", "--mtp", "1000000"), "mtp"),
         (("--prompt", "x", "--engine", "reference", "--device", "cuda"), "option device='cuda' is not offered"),
+        (("--prompt", "x", "--taps", "logits,layers.0.attn.sin"), "--taps layers.0.attn.sin: matches no tap of this"),
+        (("--prompt", "x", "--taps", "layers.7.*"), "--taps layers.7.*: matches no tap of this model"),
         (("--prompt", "x", "--option", "seed"), "--option seed: expected KEY=VALUE"),
     ],
 )
