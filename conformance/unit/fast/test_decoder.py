@@ -1,0 +1,145 @@
+"""fast.decoder without a GPU: launches do nothing, everything around them is checked.
+
+What the kernels compute is the business of `conformance/test_kernels.py`. Here: which taps a call has and of which
+shape, and how states are moved, counted, cut back and laid aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance import taps
+from conformance.checkpoints import make
+from conformance.checkpoints.shared import shared
+from conformance.narrow import narrow
+from conformance.unit.fast.runs import tokens
+from fast import decoder
+from fast.graph import DecodeStep
+from fast.kernels import driver, gemv
+from fast.linear import ROWS
+from fast.model import TextModel
+from reference.checkpoint import open_checkpoint
+
+LAYERS = (0, 3, 4)
+"""KDA and dense, DSA and experts, KDA and experts."""
+LAUNCHED: list[str] = []
+
+
+class Silent:
+    """A kernel that does nothing but ask for no more shared memory than there is."""
+
+    def __init__(self, variant: Any, name: str, device: int) -> None:
+        self.name = f"{variant.name}:{name}"
+
+    def __call__(self, grid: Any, threads: int, parameters: Any, *, shared: int = 0, pdl: bool = False) -> None:
+        assert shared <= driver.shared_limit(0), (self.name, shared)
+        LAUNCHED.append(self.name)
+
+
+class Pretended(TextModel):
+    """A model on the CPU that is taken for one on a GPU."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, kernels=False)
+        self.kernels = decoder.Decoder(self)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("narrow") / "narrow", "nvidia", narrow("narrow", LAYERS), 0)
+
+
+@pytest.fixture
+def model(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Pretended:
+    words = torch.zeros(64, dtype=torch.int32)
+    replaced: dict[str, Callable[..., Any]] = {
+        "kernel": Silent,
+        "processors": lambda device: 132,
+        "shared_limit": lambda device: 227 * 1024,
+        "scratch": lambda device: words,
+    }
+    for name, value in replaced.items():
+        monkeypatch.setattr(driver, name, value)
+    monkeypatch.setattr(gemv, "supported", lambda x, weight: x.dtype == weight.dtype == torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    monkeypatch.setattr(DecodeStep, "capture", lambda self, **options: setattr(self, "graph", object()))
+    monkeypatch.setattr(DecodeStep, "replay", lambda self: self.run(head=False))
+    LAUNCHED.clear()
+    return Pretended(directory)
+
+
+def lengths(model: TextModel) -> set[int]:
+    return {model.state.length, *(layer.length for layer in model.state.layers.values())}
+
+
+def test_every_tap_is_there_with_its_shape(model: Pretended, directory: Path) -> None:
+    config = open_checkpoint(directory).config
+    ids = tokens(1, 40, config.text.vocab_size)
+    found: dict[str, list[torch.Tensor]] = {}
+
+    def tap(name: str, value: Any) -> None:
+        found.setdefault(name, []).append(value)
+
+    model.prefill(ids[:20], tap)
+    for start, end in ((20, 28), (28, 35), (35, 36), (36, 37), (37, 40)):
+        model.prefill(ids[start:end], tap)
+    own = {name: spec for name, spec in taps.expected(config, 40).items() if not name.startswith(("mtp.", "vision."))}
+    assert set(found) == set(own)
+    for name, spec in own.items():
+        assert len({value.dtype for value in found[name]}) == 1, name
+        if name.endswith(".scores"):
+            found[name] = [torch.nn.functional.pad(x, (0, 40 // 4 - x.shape[1])) for x in found[name]]
+        last = name.endswith((".state", ".conv_state"))
+        whole = found[name][-1] if last else torch.cat(found[name])
+        assert tuple(whole.shape) == spec.shape, (name, tuple(whole.shape), spec.shape)
+
+
+def test_a_step_launches_every_kind_of_kernel(model: Pretended) -> None:
+    model.decode(3)
+    families = {name.split(":")[0].split("-")[0] for name in LAUNCHED}
+    assert families == {"mhc", "gemv", "kda", "indexer", "mla", "experts"}
+
+
+def test_states_are_counted_and_cut_back(model: Pretended) -> None:
+    ids = tokens(2, 60, model.config.text.vocab_size)
+    model.prefill(ids[:30])
+    for kept in range(ROWS + 1):
+        before = model.state.length
+        model.verify(model.ids(ids[30 : 30 + ROWS]))
+        model.state.commit(kept)
+        assert lengths(model) == {before + kept}
+    saved = model.state.snapshot()
+    model.prefill(ids[:11])
+    model.decode(5)
+    model.state.restore(saved)
+    assert all(torch.equal(model.state.snapshot()[name], x) for name, x in saved.items())
+
+
+def test_room_grows_and_another_sequence_takes_its_own(model: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder, "LEAST", 32)
+    assert model.kernels is not None
+    ids = tokens(3, 40, model.config.text.vocab_size)
+    model.prefill(ids[:21])
+    model.decode(3)
+    first, saved, room = model.state, model.state.snapshot(), model.kernels.capacity
+    assert room == 32
+    model.reset()
+    model.prefill(ids)
+    model.decode(3)
+    assert model.kernels.capacity == 64
+    assert all(torch.equal(first.snapshot()[name], x) for name, x in saved.items())
+    model.state = first
+    model.decode(7)
+    assert lengths(model) == {23}
+
+
+def test_why_there_are_no_kernels(directory: Path) -> None:
+    model = TextModel(directory)
+    assert model.kernels is None
+    assert model.without_kernels == "no CUDA device"
+    assert TextModel(shared("nvidia"), kernels=False).without_kernels == "not asked for"
