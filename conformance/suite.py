@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from conformance.cases.runs import DECODED, SCHEDULES, text_tokens
+from conformance.cases.runs import DECODED, SCHEDULES, TEXT, text_tokens
+from conformance.cases.tokenizer import tokenizer_of
 from conformance.engines.base import BaseEngine, Engine
 from conformance.judge import Rebase, Result, compare
 from conformance.judge.bits import Operands
@@ -43,14 +44,8 @@ CASES = (Case("one-go+decode"), Case("odd-chunks+decode"), Case("left-pad+odd-ch
 
 def prompt(checkpoint: Checkpoint) -> np.ndarray:
     """The suite's text as ids of this checkpoint: its tokenizer's where it has one, else UTF-8 bytes."""
-    path = Path(checkpoint.directory) / "tokenizer.json"
-    if not path.exists():
-        return text_tokens()
-    from tokenizers import Tokenizer
-
-    from conformance.cases.runs import TEXT
-
-    return np.array(Tokenizer.from_file(str(path)).encode(TEXT).ids, np.int32)
+    tokenizer = tokenizer_of(Path(checkpoint.directory))
+    return text_tokens() if tokenizer is None else np.array(tokenizer.encode(TEXT).ids, np.int32)
 
 
 def fits(case: Case, ids: np.ndarray) -> bool:

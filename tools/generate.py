@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import typer
 
+from conformance.cases.tokenizer import tokenizer_of
 from conformance.engines.base import check_tokens
 from conformance.engines.fast import DTYPES
 from fast.generate import Chooser, Generator, Statistics
@@ -26,7 +27,7 @@ from reference.mtp import Block, Greedy, Sampled, Speculation
 from tools.errors import UsageError, check_seed
 from tools.output import check_outputs, write_json
 from tools.progress import token_bar
-from tools.tokens import load_tokenizer, tokens_of
+from tools.tokens import tokens_of
 
 ARITHMETICS = {"reference": ("exact", "bf16", "stochastic"), "fast": tuple(DTYPES)}
 
@@ -202,11 +203,8 @@ def _rounds(writer: Writer, ids: list[int], count: int, stop: Sequence[int], mad
 
 
 def text_of(tokens: Sequence[int], directory: Path) -> str | None:
-    """None where the checkpoint has no tokenizer, or the package that reads it is missing."""
-    try:
-        tokenizer = load_tokenizer(directory)
-    except UsageError:
-        return None
+    """None where the checkpoint has no tokenizer."""
+    tokenizer = tokenizer_of(directory)
     return None if tokenizer is None else tokenizer.decode(list(tokens))
 
 

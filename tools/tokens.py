@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from conformance.cases.tokenizer import tokenizer_of
 from conformance.errors import TokensFileError
 from reference.errors import show
 from tools.errors import UsageError
@@ -51,8 +52,8 @@ def _integers(path: Path, text: str) -> np.ndarray:
 
 
 def encode_prompt(prompt: str, directory: Path) -> np.ndarray:
-    """The ids of the checkpoint's `tokenizer.json` where there is one (package `tokenizers`), else UTF-8 bytes."""
-    tokenizer = load_tokenizer(directory)
+    """The ids of the checkpoint's `tokenizer.json` where there is one, else UTF-8 bytes."""
+    tokenizer = tokenizer_of(directory)
     try:
         # Bytes of the command line that are no UTF-8 arrive as lone surrogates; as bytes they are ids like others.
         encoded = prompt.encode(errors="surrogateescape" if tokenizer is None else "strict")
@@ -62,18 +63,3 @@ def encode_prompt(prompt: str, directory: Path) -> np.ndarray:
     if not ids:
         raise TokensFileError("--prompt: gives no token")
     return np.array(ids, np.int64)
-
-
-def load_tokenizer(directory: Path):  # type: ignore[no-untyped-def]
-    """The checkpoint's tokenizer, or None where it has none. Raises UsageError when the package is missing."""
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        return None
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise UsageError(f"{path}: needs the package tokenizers (extra `tokenizer`), or give --tokens FILE") from None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:
-        raise TokensFileError(f"{path}: not a tokenizer ({error})") from None

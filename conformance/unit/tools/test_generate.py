@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from conformance import checkpoints
 from conformance.checkpoints.shared import shared
 from conformance.unit.tools.command import glm53
+from conformance.unit.tools.words import copy_with_tokenizer
 from fast.model import TextModel as FastModel
 from reference.checkpoint import open_checkpoint
 from reference.model import TextModel as ReferenceModel
@@ -91,12 +91,7 @@ def test_sampling_has_a_seed(engine, tmp_path):
 
 
 def test_a_tokenizer_gives_text(tmp_path, capsys):
-    tokenizers = pytest.importorskip("tokenizers")
-    directory = tmp_path / "with-tokenizer"
-    shutil.copytree(shared("nvidia", "odd"), directory)
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(257)}, unk_token="w0"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.save(str(directory / "tokenizer.json"))
+    directory = copy_with_tokenizer(tmp_path)
     file = tmp_path / "g.json"
     asked = ("--prompt", "w9 w7 w250", "--max-new", 3, "--json", file, "--quiet")
     assert run(*asked, directory=directory) == 0

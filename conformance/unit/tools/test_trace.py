@@ -1,9 +1,6 @@
 """`glm53 trace` writes what was asked for, and names what it cannot use."""
 
 import json
-import shutil
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +8,7 @@ import pytest
 from conformance.checkpoints.shared import shared
 from conformance.trace import Schedule, Trace
 from conformance.unit.tools.command import glm53
+from conformance.unit.tools.words import copy_with_tokenizer
 
 TEXT = "Höfn, 1911"
 
@@ -38,43 +36,18 @@ def test_a_prompt_without_a_tokenizer_is_its_bytes(out, tmp_path):
     }
 
 
-@pytest.fixture
-def with_tokenizer(tmp_path):
-    """A copy of the checkpoint beside a tokenizer.json."""
-    directory = tmp_path / "with-tokenizer"
-    shutil.copytree(shared("nvidia", "odd"), directory)
+def test_a_tokenizer_of_the_checkpoint_is_used(tmp_path, out):
+    directory = copy_with_tokenizer(tmp_path)
+    options = ("--engine", "fast", "--prompt", "w4 w200 w5 none", "--quiet")
+    assert run(*options, "--out", out, directory=directory) == 0
+    assert Trace.load(out).tokens.tolist() == [4, 200, 5, 0]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path, out, capsys):
+    directory = copy_with_tokenizer(tmp_path)
     (directory / "tokenizer.json").write_text("{}")
-    return directory
-
-
-def test_a_tokenizer_of_the_checkpoint_is_used(with_tokenizer, out, monkeypatch):
-    """By the calls that the package `tokenizers` documents: Tokenizer.from_file(path).encode(text).ids."""
-
-    def from_file(path):
-        assert path == str(with_tokenizer / "tokenizer.json")
-        return SimpleNamespace(encode=lambda text: SimpleNamespace(ids=[len(word) for word in text.split()]))
-
-    package = SimpleNamespace(Tokenizer=SimpleNamespace(from_file=from_file))
-    monkeypatch.setitem(sys.modules, "tokenizers", package)
-    options = ("--engine", "fast", "--prompt", "wind sea north", "--quiet")
-    assert run(*options, "--out", out, directory=with_tokenizer) == 0
-    assert Trace.load(out).tokens.tolist() == [4, 3, 5]
-
-
-def test_a_tokenizer_without_its_package_is_named(with_tokenizer, out, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert run("--engine", "fast", "--prompt", TEXT, "--out", out, directory=with_tokenizer) == 2
-    assert "tokenizer.json: needs the package tokenizers" in capsys.readouterr().err
-
-
-def test_a_tokenizer_that_cannot_be_read_is_named(with_tokenizer, out, monkeypatch, capsys):
-    def from_file(path):
-        raise ValueError("missing field `model`")
-
-    package = SimpleNamespace(Tokenizer=SimpleNamespace(from_file=from_file))
-    monkeypatch.setitem(sys.modules, "tokenizers", package)
-    assert run("--engine", "fast", "--prompt", TEXT, "--out", out, directory=with_tokenizer) == 2
-    assert "tokenizer.json: not a tokenizer (missing field `model`)" in capsys.readouterr().err
+    assert run("--engine", "fast", "--prompt", TEXT, "--out", out, directory=directory) == 2
+    assert "tokenizer.json: not a tokenizer (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("form", ["text", "npy"])
