@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,6 +83,26 @@ class Job:
         return Mesh(self.tp, self.ep, vocab=self.vocab)
 
 
+class Kind(NamedTuple):
+    """What JSON may hold where `Job` has a field of some type: in Python's types, and in words."""
+
+    types: tuple[type, ...]
+    item: type | None
+    words: str
+
+
+KINDS = {
+    "str": Kind((str,), None, "a string"),
+    "int": Kind((int,), None, "an integer"),
+    "float": Kind((int, float), None, "a number"),
+    "bool": Kind((bool,), None, "true or false"),
+    "list[int]": Kind((list,), int, "a list of integers"),
+    "list[str]": Kind((list,), str, "a list of strings"),
+}
+LEAST = {"tp": 1, "ep": 1, "prefill": 1, "kda_chunk": 1}
+"""The least value of a number, where it is not 0."""
+
+
 def read(path: str | os.PathLike[str]) -> Job:
     """Raises JobError naming the file and the key."""
     try:
@@ -97,9 +118,19 @@ def read(path: str | os.PathLike[str]) -> Job:
     for key in ("directory", "tokens", "folder"):
         if key not in found:
             raise JobError(f"{path}: key {key} is missing")
-    if not all(isinstance(token, int) for token in found["tokens"]):
-        raise JobError(f"{path}: tokens are not integers")
-    return Job(**found)
+    for key, value in found.items():
+        kind, least = KINDS[str(known[key].type)], LEAST.get(key, 0)
+        items = value if isinstance(value, list) else [value]
+        if type(value) not in kind.types or any(type(item) is not kind.item for item in items if kind.item):
+            raise JobError(f"{path}: {key} is {json.dumps(value)[:60]}, expected {kind.words}")
+        if any(isinstance(item, int | float) and item < least for item in items):
+            raise JobError(f"{path}: {key} is {json.dumps(value)[:60]}, expected at least {least}")
+    job = Job(**found)
+    if job.arithmetic not in DTYPES:
+        raise JobError(f"{path}: arithmetic is {job.arithmetic!r}, expected {' or '.join(DTYPES)}")
+    if not job.new and sum(job.prefill) > len(job.tokens):
+        raise JobError(f"{path}: prefill feeds {sum(job.prefill)} tokens, tokens holds {len(job.tokens)}")
+    return job
 
 
 def work(job: Job) -> None:

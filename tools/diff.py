@@ -112,7 +112,7 @@ def command(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the samples that bounds are computed from.")] = 0,
-    samples: Annotated[int, typer.Option(metavar="N", help="Samples per bound.")] = SAMPLES,
+    samples: Annotated[int, typer.Option(metavar="N", min=3, help="Samples per bound.")] = SAMPLES,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar, no report in the terminal.")] = False,
 ) -> None:
     """Compare a trace with the reference: per tensor, per layer (rebased) and per token.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -100,6 +101,25 @@ def test_a_directory_that_is_none_starts_no_process(tmp_path, monkeypatch):
         Session(Job(str(tmp_path), [], "", tp=2))
 
 
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"tokens": 5}, "tokens is 5, expected a list of integers"),
+    ({"tokens": [True]}, "tokens is .true., expected a list of integers"),
+    ({"tokens": [1, -1]}, "tokens is .1, -1., expected at least 0"),
+    ({"prefill": "x"}, "prefill is .x., expected a list of integers"),
+    ({"prefill": [0, 2]}, "prefill is .0, 2., expected at least 1"),
+    ({"prefill": [2, 1]}, "prefill feeds 3 tokens, tokens holds 2"),
+    ({"tp": "2"}, "tp is .2., expected an integer"),
+    ({"tp": 0}, "tp is 0, expected at least 1"),
+    ({"check": 1}, "check is 1, expected true or false"),
+    ({"timeout": "soon"}, "timeout is .soon., expected a number"),
+    ({"timeout": -1}, "timeout is -1, expected at least 0"),
+    ({"taps": 5}, "taps is 5, expected a string"),
+    ({"directory": None}, "directory is null, expected a string"),
+    ({"arithmetic": "fp9"}, "arithmetic is 'fp9', expected bf16 or fp32"),
+]
+"""(keys of a job file, how they are refused)"""
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -107,7 +127,11 @@ def test_a_directory_that_is_none_starts_no_process(tmp_path, monkeypatch):
         ("[]", "a list, expected an object"),
         ('{"directory": "d", "tokens": [1], "folder": "f", "gpu": 1}', "unknown key 'gpu'"),
         ('{"directory": "d", "tokens": [1]}', "key folder is missing"),
-        ('{"directory": "d", "tokens": ["1"], "folder": "f"}', "tokens are not integers"),
+        ('{"directory": "d", "tokens": ["1"], "folder": "f"}', "tokens is ..1.., expected a list of integers"),
+        *(
+            (json.dumps({"directory": "d", "tokens": [1, 2], "folder": "f", **change}), words)
+            for change, words in WRONG
+        ),
     ],
 )
 def test_a_job_file_that_is_none_is_refused(tmp_path, text, words):

@@ -62,6 +62,7 @@ def made(directory):
         ("trace", "x", "--decode", "many"),
         ("generate", "x"),
         ("diff", "--samples", "few"),
+        ("diff", "--samples", "2"),
         ("golden", "nope"),
         ("plan", "--prefill-rows", "0"),
     ],
