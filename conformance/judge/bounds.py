@@ -37,6 +37,7 @@ _FINE_BITS = 13
 _SHOWN = 8
 _FEW_ROWS = 32
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_FAR = 2.0**40
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,8 @@ class _Tests:
     most: int
 
     def run(self) -> list[Check]:
-        z = (self.error / self.spread.sigma).astype(np.float32)
+        # Beyond any bound, and small enough that squares and their sums stay in float32.
+        z = np.clip(self.error / self.spread.sigma, -_FAR, _FAR).astype(np.float32)
         null, template = self.spread.noise, self.spread.template * self.fit
         axes = ["row", "column"] + ["head"] * (self.heads > 1)
         fit = np.asarray(self.fit, np.float32)

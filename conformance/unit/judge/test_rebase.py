@@ -114,6 +114,14 @@ def test_a_score_of_what_is_no_candidate_fails(odd, value):
 
 
 @pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("tap", ["layers.0.mid", "layers.2.attn.state", "logits"])
+def test_a_huge_value_fails_without_a_warning(odd, tap):
+    taken = odd.trace.taps[tap].astype(np.float64)
+    taken.reshape(len(taken), -1)[1, 2] = 2.0**127
+    assert odd.first(odd.trace.taps | {tap: taken}).tap == tap
+
+
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("tap", ["layers.0.attn.in", "layers.2.attn.state", "logits"])
 def test_values_past_float32_fail_without_a_warning(odd, tap):
     taken = odd.trace.taps[tap].astype(np.float64)
