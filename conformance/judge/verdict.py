@@ -29,6 +29,8 @@ from reference.errors import DivisionError, MeshError
 from reference.sharding import Mesh, plan
 
 Progress = Callable[[str], None]
+BELONGING = ("config_sha256", "export")
+"""Metadata that say of which checkpoint a trace is; where they differ, no step can be expected to agree."""
 ARITHMETICS = ("exact", "bf16", "stochastic", "fp16", "fp32", "fp64")
 
 
@@ -96,7 +98,7 @@ def _problems(trace: Trace, checkpoint: Checkpoint, expected_tokens: Any) -> tup
     """What is wrong with the trace itself, and the taps that cannot be used (name -> why)."""
     found = inspect(trace, checkpoint.config)
     problems = []
-    for key, want in (("config_sha256", checkpoint.config.sha256), ("export", checkpoint.export)):
+    for key, want in zip(BELONGING, (checkpoint.config.sha256, checkpoint.export), strict=True):
         have = trace.metadata.get(key, "")
         if have != want:
             problems.append(_lie(key, have, want))
@@ -249,7 +251,10 @@ def _who(meta: dict[str, str]) -> str:
 def _divergence(
     problems: list[Problem], tensors: list[TensorRow], rows: list[TapRow], logits: tuple[TokenRow, ...]
 ) -> Divergence:
-    """The first failing step; without one, what else failed: operands, tokens, the trace itself."""
+    """The first failing step, unless the trace is of another checkpoint; else operands, tokens, the trace itself."""
+    for problem in problems:
+        if problem.kind == "metadata" and problem.name in BELONGING:
+            return _of_problem(problem)
     for row in rows:
         if not row.passed:
             return first_failure(row)
@@ -264,7 +269,10 @@ def _divergence(
                 f"difference {token.max_diff:.4g}, allowed {token.max_diff_allowed:.4g}"
             )
             return Divergence("logits", None, "tokens -> logits", "token", line)
-    problem = next(problem for problem in problems if problem.fatal)
+    return _of_problem(next(problem for problem in problems if problem.fatal))
+
+
+def _of_problem(problem: Problem) -> Divergence:
     line = f"first divergence: {problem.kind.upper()} {problem.name}: {problem.message}"
     return Divergence(problem.name, None, "", problem.kind, line)
 

@@ -207,6 +207,17 @@ def test_metadata_that_lie_fail(bench, key, value):
     assert value in result.first_divergence.line or key in result.first_divergence.line
 
 
+@pytest.mark.parametrize(("key", "value"), [("config_sha256", "0" * 64), ("export", "nvidia")])
+def test_a_trace_of_another_checkpoint_is_that_before_any_tap(bench, key, value):
+    shift = bench.trace.taps | {
+        "embed": bench.trace.taps["embed"][:, :-1],
+        "final.norm": -bench.trace.taps["final.norm"],
+    }
+    result = bench.judged(shift, metadata={key: value})
+    assert not all(row.passed for row in result.taps)
+    assert result.first_divergence.line.startswith(f"first divergence: METADATA {key}: ")
+
+
 def test_other_tokens_than_asked_for_fail(bench):
     other = bench.ids.copy()
     other[3] += 1
