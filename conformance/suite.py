@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from conformance.cases.runs import DECODED, SCHEDULES, TEXT, text_tokens
-from conformance.cases.tokenizer import tokenizer_of
 from conformance.engines.base import BaseEngine, Engine
 from conformance.judge import Rebase, Result, compare
 from conformance.judge.bits import Operands
 from conformance.judge.rank_bits import RankOperands
 from conformance.judge.verdict import Progress
+from conformance.tokenizer import tokenizer_of
 from conformance.trace import Trace
 from reference.checkpoint import Checkpoint
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import typer
 
-from conformance.cases.tokenizer import tokenizer_of
 from conformance.engines.base import check_tokens
 from conformance.engines.fast import DTYPES
+from conformance.tokenizer import tokenizer_of
 from fast.generate import Chooser, Generator, Statistics
 from fast.linear import ROWS
 from fast.loader import load

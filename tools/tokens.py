@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from conformance.cases.tokenizer import tokenizer_of
 from conformance.errors import TokensFileError
+from conformance.tokenizer import tokenizer_of
 from reference.errors import show
 from tools.errors import UsageError
 
