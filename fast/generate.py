@@ -66,7 +66,7 @@ class Chooser:
         """logits [V] -> fp64 [V] on the CPU; one-hot when greedy."""
         row = logits.double().cpu()
         if self.temperature:
-            return torch.softmax(row / self.temperature, dim=-1)
+            return torch.softmax((row - row.max()) / self.temperature, dim=-1)
         best = int((row == row.max()).nonzero()[0])
         return torch.zeros_like(row).index_fill_(0, torch.tensor([best]), 1.0)
 
@@ -80,11 +80,11 @@ class Chooser:
         return int(torch.searchsorted(total, place, right=True).clamp(max=len(total) - 1))
 
     def accept(self, target: Tensor, draft: Tensor, token: int) -> bool:
-        """Whether a token drawn from `draft` stands for one drawn from `target`."""
+        """Whether a token drawn from `draft` stands for one drawn from `target`; never one that `target` excludes."""
         p, q = float(target[token]), float(draft[token])
-        if p >= q:
-            return True
-        return p > 0 and float(torch.rand((), generator=self._generator, dtype=torch.float64)) * q < p
+        if p == 0 or p >= q:
+            return p > 0
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64)) * q < p
 
     def replacement(self, target: Tensor, draft: Tensor) -> int:
         """What stands where a draft was rejected."""
@@ -186,6 +186,7 @@ class Generator:
         tokens, shares = self.propose(min(self.drafts, limit - 1))
         logits, hidden = self.target.verify(self.target.ids([self.last, *tokens]))
         found: list[int] = []
+        accepted = 0
         for row in range(len(tokens) + 1):
             p = self.chooser.probabilities(logits[row])
             kept = row < len(tokens) and self.chooser.accept(p, shares[row], tokens[row])
@@ -195,11 +196,12 @@ class Generator:
                 found.append(self.chooser.replacement(p, shares[row]))
             else:
                 found.append(self.chooser.draw(p))
+            accepted += kept
             if not kept or found[-1] in stop:
                 break
         self.target.state.commit(len(found))
         self._see(hidden[: len(found)], found)
-        self.statistics.count(len(tokens), len(found) - 1)
+        self.statistics.count(len(tokens), accepted)
         return found
 
     def tokens(self, prompt: Sequence[int] | Tensor, count: int, stop: Sequence[int] = ()) -> Iterator[int]:

@@ -120,12 +120,15 @@ class TextModel:
     @torch.inference_mode()
     def run(self, ids: Tensor, tap: Tap | None = None) -> Tensor:
         """ids [T] int64 on the device -> what enters lm_head, [T, D]; states advance by T tokens."""
-        T, text = len(ids), self.config.text
-        parts = ids.split(1) if T <= ROWS else (ids,)
         if tap is not None:
             tap = scratch.copies(tap)
             tap("tokens", ids.int())
-        self.state.advance(T)
+        with self.state.call(len(ids)):
+            return self._run(ids, tap)
+
+    def _run(self, ids: Tensor, tap: Tap | None) -> Tensor:
+        T, text = len(ids), self.config.text
+        parts = ids.split(1) if T <= ROWS else (ids,)
         if self.kernels is not None:
             if 0 < T <= ROWS:
                 return self.kernels.run(ids, self.state, tap)

@@ -67,13 +67,13 @@ class Mtp:
         """
         T, tap = hidden.shape[0], None if tap is None else scratch.copies(tap)
         assert tokens.shape == (T,), (tuple(hidden.shape), tuple(tokens.shape))
-        self.state.advance(T)
         step = 1 if T <= ROWS else self.target.window
         rows = []
         used = torch.empty(1, 0, dtype=torch.int32, device=hidden.device)
-        for h, ids in zip(hidden.split(step), tokens.split(step), strict=True):
-            y, used = self._row(h.clone(), ids, tap, selected)
-            rows.append(y)
+        with self.state.call(T):
+            for h, ids in zip(hidden.split(step), tokens.split(step), strict=True):
+                y, used = self._row(h.clone(), ids, tap, selected)
+                rows.append(y)
         return torch.cat(rows) if rows else hidden, used[-1:]
 
     def _row(self, h: Tensor, ids: Tensor, tap: Tap | None, selected: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -66,8 +66,11 @@ class Reader:
         """Fill `out` (contiguous, disk dtype, the slice's shape, on the device or the host) from disk. Raises, now or
         in `flush`, FileChangedError and, where `scanned`, NonFiniteWeightError, ScaleNaNError, ScaleNegativeError.
 
-        A cut by rows reads those rows' bytes and no others; a cut by columns passes over whole rows.
+        A cut by rows reads those rows' bytes and no others; a cut by columns passes over whole rows. Raises ValueError
+        once the directory is closed.
         """
+        if self.directory.closed:
+            raise ValueError(f"{name}: {self.directory.root} has been closed")
         began = time.perf_counter()
         info = self.directory.tensors[name]
         flat = out.reshape(-1).view(torch.uint8)

@@ -12,6 +12,7 @@ The grammar of a header, `n` standing for a whole number without sign, point or 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -79,10 +80,19 @@ class Directory:
     shards: tuple[Shard, ...]
     tensors: dict[str, TensorInfo]
     total_size: int | None
+    _open: list[int] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_open", [shard.fd for shard in self.shards])
+
+    @property
+    def closed(self) -> bool:
+        return len(self._open) < len(self.shards)
 
     def close(self) -> None:
-        for shard in self.shards:
-            os.close(shard.fd)
+        """Again does nothing: a descriptor's number may by then be another file's."""
+        while self._open:
+            os.close(self._open.pop())
 
 
 class _Scanner:

@@ -11,7 +11,8 @@ place, and not those that an open transaction goes back to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -185,12 +186,26 @@ class State:
         self.layers = layers
         self.length = 0
         self._entry: int | None = None
+        self._whole = True
+
+    @contextlib.contextmanager
+    def call(self, tokens: int) -> Iterator[None]:
+        """The work of one call: inside, layers take `tokens` in, one after the other.
+
+        When it does not reach its end, some layers have seen tokens that others have not. What follows is then refused
+        with StateError, until a transaction is undone as a whole or a snapshot restored. Raises as `advance` does.
+        """
+        self.advance(tokens)
+        self._whole = False
+        yield
+        self._whole = True
 
     def advance(self, tokens: int) -> None:
-        """Count tokens whose states have been taken.
+        """Count tokens whose states are about to be taken.
 
-        Raises StateError for more rows in a transaction than it can undo.
+        Raises StateError for more rows in a transaction than it can undo, and after a call that did not end.
         """
+        self._refuse_torn()
         if self._entry is not None and self.length + tokens - self._entry > ROWS:
             raise StateError(f"state: {self.length + tokens - self._entry} rows in one transaction, at most {ROWS}")
         self.length += tokens
@@ -199,6 +214,7 @@ class State:
         """Open a transaction. Raises StateError when one is open."""
         if self._entry is not None:
             raise StateError(f"state: a transaction is open since token {self._entry}; commit it first")
+        self._refuse_torn()
         self._entry = self.length
         self._each(lambda layer: layer.begin())
 
@@ -209,8 +225,14 @@ class State:
         seen = self.length - self._entry
         if not 0 <= kept <= seen:
             raise StateError(f"state: commit of {kept} rows, the transaction saw {seen}")
+        if kept:
+            self._refuse_torn()
         self._each(lambda layer: layer.commit(kept))
-        self.length, self._entry = self._entry + kept, None
+        self.length, self._entry, self._whole = self._entry + kept, None, True
+
+    def _refuse_torn(self) -> None:
+        if not self._whole:
+            raise StateError(f"state: a call that led to token {self.length} failed half way; reset or restore it")
 
     def _each(self, act: Callable[[KdaState | DsaState], None]) -> None:
         for layer in self.layers.values():
@@ -241,4 +263,4 @@ class State:
                 raise StateError(f"state: {name} was saved after {found} tokens, {first} after {length}")
         for name, layer in self.layers.items():
             layer.load({key: snapshot[f"{name}.{key}"] for key in layer.arrays()}, length)
-        self.length, self._entry = length, None
+        self.length, self._entry, self._whole = length, None, True

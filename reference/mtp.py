@@ -190,13 +190,19 @@ class Sampled:
         self._random = Random(seed)
 
     def pick(self, logits: np.ndarray) -> int:
-        return self._sample(softmax(logits / self.temperature))
+        return self._sample(self._shares(logits))
 
     def judge(self, draft: int, target: np.ndarray, drafted_from: np.ndarray) -> int:
-        p, q = softmax(target / self.temperature), softmax(drafted_from / self.temperature)
+        p, q = self._shares(target), self._shares(drafted_from)
         if self._random.random() * q[draft] < p[draft]:
             return draft
-        return self._sample(np.maximum(p - q, 0.0))
+        rest = np.maximum(p - q, 0.0)
+        return self._sample(rest if rest.any() else p)
+
+    def _shares(self, logits: np.ndarray) -> np.ndarray:
+        """Probabilities [V]. The largest logit is taken off first: any temperature leaves it 0, others at most -inf."""
+        with np.errstate(over="ignore"):
+            return softmax((logits - logits.max()) / self.temperature)
 
     def _sample(self, mass: np.ndarray) -> int:
         """An index with probability proportional to `mass`; sums in index order."""

@@ -20,7 +20,7 @@ from conformance.checkpoints import make
 from fast.loader import load
 from fast.sharding import Mesh
 from tools.errors import UsageError
-from tools.output import write_json
+from tools.output import check_outputs, write_json
 from tools.plan import source
 from tools.progress import byte_bar
 
@@ -95,7 +95,8 @@ def peak(directory: Path, mesh: Mesh, *, device: str, mtp: bool) -> dict[str, An
     command = [sys.executable, "-c", code, str(directory), json.dumps(options)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UsageError(f"loading rank {mesh.rank} failed: {done.stderr.strip().splitlines()[-1]}")
+        said = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}, without a message"]
+        raise UsageError(f"loading rank {mesh.rank} failed: {said[-1]}")
     return json.loads(done.stdout) | {"tp": mesh.tp, "ep": mesh.ep, "rank": mesh.rank, "mtp": mtp}
 
 
@@ -153,6 +154,7 @@ def load_command(
 
     Example: glm53 bench load /data/one-layer --mtp --meshes 1x1,2x1,1x2
     """
+    check_outputs({"--json": json_file}, keeps=[directory])
     source(directory, None, "full")
     result: dict[str, Any] = {
         "directory": str(directory),
@@ -186,6 +188,7 @@ def lies_command(
 
     Example: glm53 bench lies --files 20000 --seed 7
     """
+    check_outputs({"--json": json_file})
     try:
         result = lies(files, seed, quiet=quiet)
     except AssertionError as error:

@@ -16,6 +16,7 @@ from fast.linear import ROWS
 from fast.loader import load
 from fast.model import TextModel
 from fast.mtp import Mtp
+from fast.state import StateError
 
 CASES = [(g, e) for g in ("tiny", "odd") for e in ("nvidia", "libertai")]
 EVERY = pytest.mark.parametrize(("geometry", "export"), CASES, ids=["-".join(case) for case in CASES])
@@ -111,6 +112,9 @@ def test_a_stop_token_ends_the_round(pair, at):
     generator = Scripted(truth, set(), target, mtp=block, drafts=4)
     assert list(generator.tokens(prompt, 12, stop)) == expected
     assert same(states(target, block), before)
+    made = generator.statistics
+    others = len(expected) - 1
+    assert sum(made.kept) == others - others // 5, "all drafts are right, the fifth token of a round is no draft"
 
 
 def test_the_prompt_may_be_longer_than_a_window(checkpoint, pair):
@@ -170,6 +174,23 @@ def test_the_lowest_of_equal_logits_is_chosen():
     assert Chooser().draw(Chooser().probabilities(logits)) == 1
 
 
+def test_a_draft_that_the_target_excludes_is_never_kept():
+    """Also where the draft's own probability is 0: greedy text depends on no draft."""
+    certain = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    for draft in (certain, torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)):
+        assert not Chooser().accept(certain, draft, 2)
+        assert Chooser().replacement(certain, draft) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-308, 5e-324])
+def test_no_temperature_is_too_low(temperature):
+    """Logits over it may be infinite; their differences from the largest are 0 and -inf at worst."""
+    chooser = Chooser(temperature)
+    shares = chooser.probabilities(torch.tensor([-30.0, 20.0, 1e-3, 19.0]))
+    assert shares.tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert chooser.draw(shares) == 1
+
+
 def test_statistics_count_by_position():
     statistics = Statistics()
     for tried, kept in ((3, 2), (3, 0), (1, 1)):
@@ -189,3 +210,61 @@ def test_bad_requests_are_refused(pair):
     with pytest.raises(InputError, match="prompt"):
         generate(target, [], 4)
     assert generate(target, prompt, 0) == ([], Statistics())
+
+
+class StoppedError(Exception):
+    """What a tap raises in the middle of a call."""
+
+
+@pytest.mark.parametrize("place", ["layers.0.attn.in", "layers.4.mid", "layers.5.attn.latent", "layers.6.mlp.out"])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_a_call_that_fails_half_way_is_never_continued(pair, place, rows):
+    """Its layers have seen different tokens: refused until undone, restored or reset, and then as if it never was."""
+    target, _, prompt = pair("odd", "nvidia")
+    target.reset()
+    target.prefill(prompt)
+    before = target.state.snapshot()
+    expected = target.decode(1)
+
+    def tap(name: str, value: Any) -> None:
+        if name == place:
+            raise StoppedError
+
+    def fail() -> None:
+        with pytest.raises(StoppedError):
+            target.run(target.ids(prompt[:rows]), tap)
+        with pytest.raises(StateError, match="failed half way"):
+            target.decode(1)
+        with pytest.raises(StateError, match="failed half way"):
+            target.state.begin()
+
+    target.state.restore(before)
+    fail()
+    target.state.restore(before)
+    assert torch.equal(target.decode(1), expected)
+    fail()
+    target.reset()
+    target.prefill(prompt)
+    assert torch.equal(target.decode(1), expected)
+
+
+def test_a_verification_that_fails_half_way_can_be_undone(pair):
+    target, block, prompt = pair("odd", "nvidia")
+    generator = Generator(target, mtp=block, drafts=2)
+    generator.prefill(prompt)
+    before = states(target, block)
+
+    def tap(name: str, value: Any) -> None:
+        if name in ("layers.4.mid", "mtp.attn.latent"):
+            raise StoppedError
+
+    hidden = torch.zeros(3, target.config.text.hidden_size, dtype=torch.bfloat16)
+    ids = target.ids([1, 2, 3])
+    for model, call in ((target, lambda: target.run(ids, tap)), (block, lambda: block.run(hidden, ids, tap))):
+        model.state.begin()
+        with pytest.raises(StoppedError):
+            call()
+        with pytest.raises(StateError, match="failed half way"):
+            model.state.commit(1)
+        model.state.commit(0)
+    assert same(states(target, block), before)

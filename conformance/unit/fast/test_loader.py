@@ -211,6 +211,15 @@ def test_operands_outlive_the_files(tmp_path):
 # --- BF16 experts ----------------------------------------------------------------------------------------------------
 
 
+def test_a_closed_store_is_closed_once_and_reads_no_more():
+    weights = load(shared("libertai"), progress=False)
+    host = weights.ledger.current("host")
+    weights.store.close()
+    assert weights.ledger.current("host") == host == 0
+    with pytest.raises(ValueError, match=r"lm_head\.weight: .* has been closed"):
+        weights.store.reader.read("lm_head.weight", torch.empty(1))
+
+
 def test_deferred_experts_are_never_resident_as_bf16():
     """What is held for MTP experts never exceeds their NVFP4 size; one projection at a time is in host staging."""
     weights = load(shared("nvidia"), mtp=True)

@@ -339,6 +339,17 @@ def test_links_inside_the_directory_are_fine(tmp_path):
     open_directory(directory).close()
 
 
+def test_closing_again_closes_nobody_else_s_file():
+    directory = open_directory(shared("libertai"))
+    numbers = {shard.fd for shard in directory.shards}
+    directory.close()
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in numbers]
+    assert numbers & set(others), "descriptors are given out again"
+    directory.close()
+    for other in others:
+        os.close(other)
+
+
 @pytest.mark.parametrize("export", ["nvidia", "libertai"])
 def test_every_tensor_is_where_a_naive_reader_finds_it(export):
     directory = open_directory(shared(export))

@@ -325,6 +325,20 @@ def test_a_rejected_draft_is_never_sampled_again_and_an_equal_one_never_rejected
         assert policy.judge(0, target, target) == 0
 
 
+@pytest.mark.parametrize("temperature", [1e-300, 1e-308, 5e-324])
+def test_no_temperature_is_too_low(temperature):
+    assert Sampled(0, temperature).pick(np.array([-30.0, 20.0, 1e-3, 19.0])) == 1
+
+
+def test_a_rejection_that_leaves_no_mass_samples_the_target(monkeypatch):
+    """Probabilities that differ by their last bit only: p is below q at the draft and nowhere above it."""
+    policy = Sampled(0)
+    policy._random = _Draws(1 - 2**-53, 0.75)  # type: ignore[assignment]
+    shares = iter((np.array([0.5 - 2**-52, 0.5]), np.array([0.5, 0.5])))
+    monkeypatch.setattr(policy, "_shares", lambda logits: next(shares))
+    assert policy.judge(0, np.zeros(2), np.zeros(2)) == 1
+
+
 def test_sampling_follows_its_seed_and_its_distribution(model):
     target = model("odd")
     prompt = _prompt(target)

@@ -265,6 +265,7 @@ def test_two_outputs_or_an_input_and_an_output_are_not_one_file(tmp_path):
         ("diff", "no", "--checkpoint", "{}", "--html", "{}/config.json"),
         ("conform", "{}", "--html", "{}/config.json"),
         ("plan", "--checkpoint", "{}", "--json", "{}/config.json"),
+        ("bench", "load", "{}", "--json", "{}/config.json"),
         ("quantize", "{}", "x", "--export", "nvidia", "--json", "{}/config.json"),
     ],
     ids=lambda command: f"{command[0]} {command[-2]}",
