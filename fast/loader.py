@@ -170,7 +170,18 @@ def void(_: object) -> None:
 def bind(
     config: Config, store: Store, mesh: Mesh, *, mtp: bool = False, vision: bool = False, progress: bool = False
 ) -> Weights:
-    """Bind a store's tensors: from disk, or from the store where something has already made them resident."""
+    """Bind a store's tensors: from disk, or from the store where something has already made them resident.
+
+    On an error the store holds nothing any more, and its ledger is as if it had never held anything but the window.
+    """
+    try:
+        return _bound(config, store, mesh, mtp=mtp, vision=vision, progress=progress)
+    except BaseException:
+        store.discard()
+        raise
+
+
+def _bound(config: Config, store: Store, mesh: Mesh, *, mtp: bool, vision: bool, progress: bool) -> Weights:
     stored = layout.match(config, store.directory.tensors)
     sections = bind_plan(config, stored, mesh, mtp=mtp, vision=vision)
     loader = _Loader(config, store, sections)
@@ -239,21 +250,23 @@ class _Loader:
         times = {"read": 0.0, "mixer": 0.0, "mlp": 0.0, "other": 0.0}
         before = self.store.reader.bytes_read
         staged = self._stage(section)
-        for b in sorted(section.bindings, key=lambda b: (tensors[b.name].shard, tensors[b.name].begin)):
-            start, read = time.perf_counter(), self.store.reader.seconds
-            self._bind(b)
-            reading = self.store.reader.seconds - read
-            times["read"] += reading
-            kind = "mixer" if b.role in MIXER_ROLES else "mlp" if b.role in MLP_ROLES else "other"
-            times[kind] += time.perf_counter() - start - reading
-        read = self.store.reader.seconds
-        self.store.reader.flush()
-        times["read"] += self.store.reader.seconds - read
-        start = time.perf_counter()
-        self._check_scales(section)
-        times["mlp"] += time.perf_counter() - start
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        self.store.ledger.release(staged)
+        try:
+            for b in sorted(section.bindings, key=lambda b: (tensors[b.name].shard, tensors[b.name].begin)):
+                start, read = time.perf_counter(), self.store.reader.seconds
+                self._bind(b)
+                reading = self.store.reader.seconds - read
+                times["read"] += reading
+                kind = "mixer" if b.role in MIXER_ROLES else "mlp" if b.role in MLP_ROLES else "other"
+                times[kind] += time.perf_counter() - start - reading
+            read = self.store.reader.seconds
+            self.store.reader.flush()
+            times["read"] += self.store.reader.seconds - read
+            start = time.perf_counter()
+            self._check_scales(section)
+            times["mlp"] += time.perf_counter() - start
+        finally:
+            self.buffer = torch.empty(0, dtype=torch.uint8)
+            self.store.ledger.release(staged)
         log.add(section.name, self.store.reader.bytes_read - before, **times)
 
     def _bind(self, b: Binding) -> None:

@@ -115,6 +115,7 @@ class Store:
         self.slabs: list[Tensor] = []
         self._sizes: tuple[int, ...] = ()
         self._slack: list[int] = []
+        self._taken: list[int] = []
         size = window(directory.tensors)
         self._window: int | None = self.ledger.charge("read window", "read window", "staging", size, "host")
 
@@ -163,7 +164,8 @@ class Store:
 
     def take(self, name: str, role: str, slot: Slot) -> int:
         """Enter the bytes of a slot under the name of what is put there."""
-        return self.ledger.split(self._slack[slot.slab], name, role, "weights", slot.nbytes)
+        self._taken.append(self.ledger.split(self._slack[slot.slab], name, role, "weights", slot.nbytes))
+        return self._taken[-1]
 
     def bind(self, name: str) -> Tensor:
         """Hand held bytes to the model as they are: no copy, only the owner changes."""
@@ -184,6 +186,12 @@ class Store:
                 self.ledger.release(item.ticket)
                 del self.resident[name]
         return freed
+
+    def discard(self) -> None:
+        """Give up all that is resident, and its entries in the ledger: what a load that failed leaves behind."""
+        self.ledger.release(*{*self._slack, *self._taken, *(item.ticket for item in self.resident.values())})
+        self.resident.clear()
+        self.slabs, self._sizes, self._slack, self._taken = [], (), [], []
 
     def close(self) -> None:
         """Give up files, mappings and the read window; what is resident stays."""

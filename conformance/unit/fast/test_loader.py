@@ -11,7 +11,9 @@ from conformance import lying_files
 from conformance.checkpoints import edit
 from conformance.checkpoints.shared import copy_of, shared
 from fast import config as configs
+from fast import errors as e
 from fast import layout, loader, nvfp4, reader
+from fast.ledger import Ledger
 from fast.loader import bind, keep_after_load, load
 from fast.sharding import Mesh, plan
 from fast.shards import open_directory
@@ -209,6 +211,32 @@ def test_operands_outlive_the_files(tmp_path):
 
 
 # --- BF16 experts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resident", [False, True], ids=["from disk", "some resident"])
+@pytest.mark.parametrize("at", [1, 9, 60, 200])
+def test_a_load_that_fails_half_way_leaves_nothing_in_a_ledger_it_shares(monkeypatch, at, resident):
+    directory = shared("nvidia")
+    config, ledger = configs.load(directory), Ledger()
+    ledger.charge("another model", "KDA", "weights", 1000)
+    store = Store(open_directory(directory), "cpu", ledger)
+    if resident:
+        for name in ("lm_head.weight", stem_of(config.text.mtp_layers[0], 0)):
+            store.upload(name, "some role")
+    fill, calls = reader._fill, itertools.count(1)
+
+    def failing(*place: Any) -> None:
+        if next(calls) == at:
+            raise e.FileChangedError("gone")
+        fill(*place)
+
+    monkeypatch.setattr(reader, "_fill", failing)
+    with pytest.raises(e.FileChangedError, match="gone"):
+        bind(config, store, Mesh(), mtp=True)
+    store.close()
+    assert next(calls) > at
+    assert [(entry.name, entry.nbytes) for entry in ledger.entries()] == [("another model", 1000)]
+    assert (store.slabs, store.resident) == ([], {})
 
 
 def test_a_closed_store_is_closed_once_and_reads_no_more():
