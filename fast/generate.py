@@ -116,12 +116,15 @@ class Generator:
         self.last = 0
         """The newest token, which the target has not seen."""
 
-    def prefill(self, tokens: Sequence[int] | Tensor, tap: Tap | None = None) -> int:
-        """Reads the prompt, from empty states -> the first token after it. Taps: the target's and the block's."""
-        self.target.reset()
-        if self.mtp is not None:
-            self.mtp.reset()
+    def prefill(self, tokens: Sequence[int] | Tensor, tap: Tap | None = None, room: int = 0) -> int:
+        """Reads the prompt, from empty states -> the first token after it. Taps: the target's and the block's.
+
+        Caches are made for the prompt and `room` more tokens.
+        """
         ids = self.target.ids(tokens)
+        self.target.reset(len(ids) + room)
+        if self.mtp is not None:
+            self.mtp.reset(len(ids) + room)
         if not len(ids):
             raise InputError("prompt: found no token, expected at least one")
         start = 0
@@ -151,7 +154,7 @@ class Generator:
         true row pairs with the token that the target gives after the text; the rows of later drafts follow.
         """
         assert self.mtp is not None
-        self.mtp.reset()
+        self.mtp.reset(len(tokens) + self.drafts)
         first = self.chooser.draw(self.chooser.probabilities(self.target.logits(hidden[-1:])[0]))
         after = [*tokens[1:].tolist(), first]
         start = 0
@@ -208,7 +211,7 @@ class Generator:
         """Up to `count` tokens after `prompt`, ending with the first that is in `stop`."""
         if count < 1:
             return
-        found = [self.prefill(prompt)]
+        found = [self.prefill(prompt, room=count)]
         while True:
             yield from found
             count -= len(found)

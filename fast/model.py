@@ -92,9 +92,10 @@ class TextModel:
     def fresh(self) -> State:
         return State({layer.name: layer.attn.fresh(self.device) for layer in self.layers})
 
-    def reset(self) -> None:
-        """Forget every token."""
+    def reset(self, room: int = 0) -> None:
+        """Forget every token, and make caches for `room` of them."""
         self.state = self.fresh()
+        self.state.reserve(room)
 
     def operands(self, name: str) -> dict[str, Tensor]:
         """What was bound for one checkpoint weight."""

@@ -52,9 +52,10 @@ class Mtp:
     def fresh(self) -> State:
         return State({NAME: self.attn.fresh(self.target.device)})
 
-    def reset(self) -> None:
-        """Forget every row."""
+    def reset(self, room: int = 0) -> None:
+        """Forget every row, and make caches for `room` of them."""
         self.state = self.fresh()
+        self.state.reserve(room)
 
     @torch.inference_mode()
     def run(

@@ -33,13 +33,18 @@ class Rows:
         self.data = torch.empty(0, width, dtype=dtype, device=device)
         self.length = 0
 
-    def append(self, rows: Tensor) -> None:
-        """Capacity at least doubles whenever it is exceeded."""
-        end = self.length + rows.shape[0]
-        if end > self.data.shape[0]:
-            grown = self.data.new_empty(max(end, 2 * self.data.shape[0], 256), self.data.shape[1])
+    def reserve(self, rows: int) -> None:
+        """Room for `rows` rows in all and not one more, unless there is more already."""
+        if rows > self.data.shape[0]:
+            grown = self.data.new_empty(rows, self.data.shape[1])
             grown[: self.length] = self.data[: self.length]
             self.data = grown
+
+    def append(self, rows: Tensor) -> None:
+        """What was not reserved is made as it comes: capacity at least doubles whenever it is exceeded."""
+        end = self.length + rows.shape[0]
+        if end > self.data.shape[0]:
+            self.reserve(max(end, 2 * self.data.shape[0], 256))
         self.data[self.length : end] = rows
         self.length = end
 
@@ -130,6 +135,11 @@ class DsaState:
     def length(self) -> int:
         return self.latents.length
 
+    def reserve(self, tokens: int) -> None:
+        self.latents.reserve(tokens)
+        if self.indexed:
+            self.pools.reserve(tokens // self.slots)
+
     def append(self, latents: Tensor, keys: Tensor | None, gates: Tensor | None) -> tuple[Tensor, Tensor] | None:
         """latents [T, L], keys and gates [T, p] of the next T tokens -> keys and gates of the pools they complete.
 
@@ -187,6 +197,12 @@ class State:
         self.length = 0
         self._entry: int | None = None
         self._whole = True
+
+    def reserve(self, tokens: int) -> None:
+        """Caches that hold `tokens` tokens without growing: the bytes that `fast.memory.cache_bytes` counts."""
+        for layer in self.layers.values():
+            if isinstance(layer, DsaState):
+                layer.reserve(tokens)
 
     @contextlib.contextmanager
     def call(self, tokens: int) -> Iterator[None]:

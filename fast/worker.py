@@ -179,7 +179,7 @@ def serve(model: TextModel, job: Job, ranks: Ranks) -> None:
 
 def answer(model: TextModel, job: Job, ranks: Ranks, watch: Callable[[str], object] | None = None) -> dict[str, Tensor]:
     """What one job asks for. `watch` is called with the name of every tap as it is computed."""
-    model.reset()
+    model.reset(0 if job.new else len(job.tokens))
     result: dict[str, Tensor] = {}
     if job.new:
         mtp = Mtp(model) if job.drafts else None

@@ -68,7 +68,7 @@ class FastEngine(BaseEngine):
         self.block = Mtp(self.model) if self.drafts else None
 
     def _run(self, ids: np.ndarray, schedule: Any, tap: Callable[[str, Any], None]) -> np.ndarray:
-        self.model.reset()
+        self.model.reset(len(ids))
         if self.block is None:
             return feed(self.model, ids, schedule, self.config.text.vocab_size, tap)
         hidden = Hidden(tap)

@@ -4,6 +4,7 @@ import functools
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from conformance.checkpoints import geometry
@@ -11,9 +12,11 @@ from conformance.checkpoints.configs import config_json
 from conformance.checkpoints.shared import shared
 from fast import config, layout, memory
 from fast import errors as e
+from fast.generate import Generator
 from fast.loader import load
-from fast.memory import GIB, HARDWARE, state_bytes, weights_plan, workspace_bytes, workspace_layout
+from fast.memory import GIB, HARDWARE, cache_bytes, state_bytes, weights_plan, workspace_bytes, workspace_layout
 from fast.model import TextModel
+from fast.mtp import Mtp
 from fast.nvfp4 import encode_workspace
 from fast.sharding import Mesh
 from fast.state import DsaState, KdaState
@@ -271,3 +274,21 @@ def test_source_of_a_plan():
     assert strip == {name: (t.dtype, t.shape) for name, t in from_shapes[1].items()}
     with pytest.raises(UsageError, match="--export: missing"):
         source(None, None, "full")
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize(("prompt", "new"), [(50, 13), (1, 8)])
+def test_caches_that_are_reserved_are_those_of_the_plan(prompt, new, drafts):
+    """In bytes, to the last token, whatever was drafted and rejected on the way."""
+    target = TextModel(shared("nvidia", "odd"), mtp=True)
+    block = Mtp(target)
+    generator = Generator(target, mtp=block, drafts=drafts)
+    ids = np.random.default_rng(prompt).integers(0, 257, prompt).tolist()
+    assert len(list(generator.tokens(ids, new))) == new
+    latent, pools, tails = cache_bytes(target.config.text, prompt + new)
+    for model in (target, block):
+        for name, state in model.state.layers.items():
+            if isinstance(state, DsaState):
+                assert state.latents.data.nbytes == latent, name
+                assert state.pools.data.nbytes == pools * state.indexed, name
+                assert state.keys.nbytes + state.gates.nbytes == tails * state.indexed, name
