@@ -33,7 +33,7 @@ class Section:
 
     def __init__(self, raw: Any, path: str) -> None:
         if not isinstance(raw, dict):
-            raise ConfigTypeError(f"{path}: found {kind(raw)}, expected an object")
+            raise ConfigTypeError(f"{path or 'the file'}: found {kind(raw)}, expected an object")
         self.raw, self.path = raw, path
 
     def where(self, key: str) -> str:

@@ -72,16 +72,17 @@ def test_bad_input_exits_2_with_one_line(arguments, words, capsys):
     [
         ("config.json", lambda raw: raw["text_config"].pop("index_kpool"), "text_config.index_kpool: absent"),
         ("config.json", lambda raw: raw.update(model_type="glm4"), "model_type: found 'glm4'"),
-        ("config.json", None, "not JSON"),
+        ("config.json", "{", "not JSON"),
+        ("config.json", "[1]", "the file: found a list, expected an object"),
         ("hf_quant_config.json", lambda raw: raw["quantization"].update(group_size=32), "quantization.group_size"),
-        ("hf_quant_config.json", None, "not JSON"),
+        ("hf_quant_config.json", "{", "not JSON"),
     ],
-    ids=["absent", "value", "text", "quantization", "quantization text"],
+    ids=["absent", "value", "text", "list", "quantization", "quantization text"],
 )
 def test_a_refused_config_is_named_with_its_path(tmp_path, capsys, file, change, words):
     path = copy_of(tmp_path, "nvidia") / file
-    if change is None:
-        path.write_text("{")
+    if isinstance(change, str):
+        path.write_text(change)
     else:
         raw = json.loads(path.read_text())
         change(raw)
