@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -38,7 +39,7 @@ class Engine(Protocol):
     def operands(self, name: str) -> dict[str, np.ndarray] | None: ...
 
 
-class BaseEngine:
+class BaseEngine(ABC):
     """Shared by the engines that compute: option checking, token checking, metadata.
 
     A subclass sets `name`, `version`, `options` (name -> default; a number stays a number) and `choices` (name -> the
@@ -137,16 +138,20 @@ class BaseEngine:
             **self._describe(),
         )
 
+    @abstractmethod
     def _open(self, directory: Path) -> None:
-        raise NotImplementedError
+        """Reads the checkpoint with `settings`, and fills `config` and `export`."""
 
+    @abstractmethod
     def _run(self, ids: np.ndarray, schedule: Schedule, tap: Callable[[str, Any], None]) -> Any:
         """-> logits [T, V] of all real tokens, in order."""
-        raise NotImplementedError
 
     def _run_ranks(self, ids: np.ndarray, schedule: Schedule, recorders: Sequence[Recorder], taps: str) -> None:
-        """Each rank's taps and logits go to its recorder; `taps` are the globs that recorders keep."""
-        raise NotImplementedError
+        """Each rank's taps and logits go to its recorder; `taps` are the globs that recorders keep.
+
+        Raises EngineOptionError where the engine knows one rank only.
+        """
+        raise EngineOptionError(f"engine {self.name}: runs on one rank, asked for {self.mesh.world}")
 
     def _reporter(self, recorder: Recorder) -> Callable[[str, Any], None]:
         """The tap a model gets: `tokens` and `logits` are stored by `run` itself, from what went in and came out."""

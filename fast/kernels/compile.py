@@ -145,12 +145,12 @@ def compiler_version() -> str:
 
 
 class _Nvrtc:
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self.library = library
+    def __init__(self, api: ctypes.CDLL) -> None:
+        self.api = api
 
     def version(self) -> str:
         major, minor = ctypes.c_int(), ctypes.c_int()
-        self.library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        self.api.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         return f"{major.value}.{minor.value}"
 
     def compile(self, variant: Variant, arch: str, flags: list[str], ptx: bool) -> tuple[bytes, str]:
@@ -159,23 +159,23 @@ class _Nvrtc:
         options = [f.encode() for f in (*flags, f"--gpu-architecture={gpu}", *(() if ptx else ("--ptxas-options=-v",)))]
         program = ctypes.c_void_p()
         name = f"{variant.source}.cu".encode()
-        self.library.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None)
+        self.api.nvrtcCreateProgram(ctypes.byref(program), source, name, 0, None, None)
         try:
             array = (ctypes.c_char_p * len(options))(*options)
-            status = self.library.nvrtcCompileProgram(program, len(options), array)
+            status = self.api.nvrtcCompileProgram(program, len(options), array)
             log = self._text(program, "ProgramLog").decode(errors="replace")
             if status:
                 raise KernelCompileError(f"{variant.name} for {arch}: NVRTC status {status}\n{log}")
             code = self._text(program, "PTX" if ptx else "CUBIN")
         finally:
-            self.library.nvrtcDestroyProgram(ctypes.byref(program))
+            self.api.nvrtcDestroyProgram(ctypes.byref(program))
         return code, log
 
     def _text(self, program: ctypes.c_void_p, what: str) -> bytes:
         size = ctypes.c_size_t()
-        getattr(self.library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+        getattr(self.api, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
-        getattr(self.library, f"nvrtcGet{what}")(program, buffer)
+        getattr(self.api, f"nvrtcGet{what}")(program, buffer)
         return buffer.raw
 
 

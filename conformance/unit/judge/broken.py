@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,8 +20,8 @@ class Broken(FastEngine):
         super()._open(directory)
         self.damage(self.model.layers[self.layer])
 
-    def damage(self, layer: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def damage(self, layer: Any) -> None: ...
 
 
 class LowerBound(Broken):
