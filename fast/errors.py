@@ -235,7 +235,7 @@ class ScaleNegativeError(ValueRefusedError):
 
 
 class TensorScaleError(ValueRefusedError):
-    """A weight_scale_2 is NaN, infinite, negative, or zero above codes that are not."""
+    """A weight_scale_2 is NaN, negative, too large for any code, or zero above codes that are not."""
 
 
 # --- the machine -------------------------------------------------------------------------------------------------

@@ -365,7 +365,7 @@ class _Loader:
         if not prefixes:
             return
         values = torch.stack([self.packed[p].scale_2 for p in prefixes]).cpu()
-        good = (values > 0) & torch.isfinite(values)
+        good = nvfp4.is_multiplier(values)
         for index in torch.nonzero(~good)[:, 0].tolist():
             packed = self.packed[prefixes[index]]
             nvfp4.check_scale_2(packed.scale_2, packed.codes, f"{prefixes[index]}.weight_scale_2")

@@ -14,6 +14,7 @@ Encoding, every step in fp32 and rounded to nearest even:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -68,12 +69,14 @@ def decode(packed: Packed, name: str = "weight") -> Tensor:
 
 
 def encode(w: Tensor, name: str = "weight") -> Packed:
-    """w [rows, cols], any float dtype -> Packed. Raises WrongShapeError, NonFiniteWeightError (with the position)."""
+    """w [rows, cols], any float dtype -> Packed. Raises WrongShapeError, NonFiniteWeightError (with the position) and
+    TensorScaleError where the largest magnitude has no finite BF16 neighbour."""
     if w.dim() != 2 or w.shape[1] % BLOCK or not w.numel():
         raise WrongShapeError(f"{name}: shape {list(w.shape)}, expected two dimensions, the last a multiple of {BLOCK}")
     rows, cols = w.shape
     check_finite(w, name)
     scale_2 = tensor_scale(amax(w))
+    check_scale_2(scale_2, w.new_zeros(0, dtype=torch.uint8), name)
     codes = torch.empty(rows, cols // 2, dtype=torch.uint8, device=w.device)
     scale = torch.empty(rows, cols // BLOCK, dtype=torch.uint8, device=w.device)
     encode_all(w, scale_2, codes, scale)
@@ -154,12 +157,21 @@ def check_scale(scale: Tensor, name: str) -> None:
     raise kind(f"{name}: block scale byte {byte:#04x} at {index}, expected 0x00 .. 0x7e")
 
 
+def is_multiplier(scale_2: Tensor) -> Tensor:
+    """Elementwise, f32: above zero, and the largest value it can make, 6 x 448 x scale_2, rounds to a finite BF16
+    number. The codes at hand do not matter, so every rank answers alike for its part."""
+    return (scale_2 > 0) & torch.isfinite((scale_2 * 2688.0).to(torch.bfloat16))
+
+
 def check_scale_2(scale_2: Tensor, codes: Tensor, name: str) -> None:
-    """Raises TensorScaleError unless scale_2 is finite and positive, or zero above codes that are all zero."""
+    """Raises TensorScaleError unless scale_2 `is_multiplier`, or is +0 above codes that are all zero."""
+    if bool(is_multiplier(scale_2)):
+        return
     value = float(scale_2)
-    if not 0.0 <= value < float("inf"):
-        raise TensorScaleError(f"{name}: weight_scale_2 is {value}, expected a finite multiplier, not below 0")
-    if value == 0.0 and bool((codes & 0x77).any()):
+    if value != 0.0 or math.copysign(1.0, value) < 0:
+        rule = "no sign and 6 x 448 x weight_scale_2 finite in BF16"
+        raise TensorScaleError(f"{name}: weight_scale_2 is {value:g}, expected {rule}")
+    if bool((codes & 0x77).any()):
         raise TensorScaleError(f"{name}: weight_scale_2 is 0, but the codes are not all zero")
 
 

@@ -217,7 +217,7 @@ class BlockScaleError(ValueRangeError):
 
 
 class TensorScaleError(ValueRangeError):
-    """A tensor scale is NaN, infinite, negative, or zero where the codes are not."""
+    """A tensor scale is NaN, negative, too large for any code, or zero where the codes are not."""
 
 
 # --- sharding --------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def encode(w: np.ndarray, *, amax: float | None = None, name: str = "weight") ->
     store 0x01 or 0x02 may not, and can come back with a smaller scale and larger codes.
 
     Raises TensorDtypeError, TensorShapeError (cols not a multiple of 16) and NonFiniteWeightError, which names the
-    tensor and the position of the first NaN or infinity.
+    tensor and the position of the first NaN or infinity; TensorScaleError where `usable_scale` refuses scale_2.
     """
     w = np.asarray(w)
     if w.dtype not in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
@@ -96,6 +96,8 @@ def encode(w: np.ndarray, *, amax: float | None = None, name: str = "weight") ->
     scale_2 = np.float32(own if amax is None else amax) / np.float32(2688.0)
     if scale_2 == 0:
         scale_2 = np.float32(1.0)
+    if not usable_scale(scale_2):
+        raise TensorScaleError(f"{name}: {unusable_scale(scale_2)}")
     packed = np.empty((rows, cols // 2), np.uint8)
     scale = np.empty((rows, cols // BLOCK), np.uint8)
     for start in range(0, rows, step):
@@ -104,6 +106,22 @@ def encode(w: np.ndarray, *, amax: float | None = None, name: str = "weight") ->
         codes = codes.reshape(len(part), cols)
         packed[start : start + step] = codes[:, 0::2] | (codes[:, 1::2] << 4)
     return Nvfp4(packed, scale, scale_2)
+
+
+def usable_scale(scale_2: np.floating) -> bool:
+    """Whether scale_2 can multiply: finite, without a sign, and 6 x 448 x scale_2 rounds to a finite BF16 number.
+
+    That product is the largest value the format can hold, whatever codes and block scales a tensor, or one rank's part
+    of it, has. Zero and the subnormal numbers are usable; what zero may stand above is `decode`'s matter.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        largest = (np.float32(2688.0) * np.float32(scale_2)).astype(ml_dtypes.bfloat16)
+    return bool(np.isfinite(largest)) and not np.signbit(scale_2)
+
+
+def unusable_scale(scale_2: np.floating) -> str:
+    """What is wrong with a scale_2 that `usable_scale` refuses."""
+    return f"weight_scale_2 is {float(scale_2):g}, expected no sign and 6 x 448 x weight_scale_2 finite in BF16"
 
 
 def _encode_blocks(w: np.ndarray, scale_2: np.float32) -> tuple[np.ndarray, np.ndarray]:
@@ -137,7 +155,7 @@ def decode(
     Every positive scale byte is taken, 0x00 and the subnormals included, as other encoders write them.
 
     Raises TensorDtypeError, TensorShapeError, BlockScaleError for a byte that is NaN or has its sign bit set, with its
-    position, and TensorScaleError for a scale_2 that is NaN, infinite, negative, or zero where a code is not.
+    position, and TensorScaleError for a scale_2 that `usable_scale` refuses, or that is zero where a code is not.
     """
     packed, scale = np.asarray(packed), np.asarray(scale)
     for what, array in (("codes", packed), ("block scales", scale)):
@@ -156,10 +174,10 @@ def decode(
         i, j = (int(n) for n in np.argwhere(bad)[0])
         kind = "NaN" if scale[i, j] & 0x7F == 0x7F else "negative"
         raise BlockScaleError(f"{name}: block scale 0x{scale[i, j]:02X} at row {i}, block {j} is {kind}")
-    if not np.isfinite(factor) or np.signbit(factor):
-        raise TensorScaleError(f"{name}: scale_2 is {factor}, expected a finite number that is not negative")
+    if not usable_scale(factor):
+        raise TensorScaleError(f"{name}: {unusable_scale(factor)}")
     if factor == 0 and (packed & 0x77).any():
-        raise TensorScaleError(f"{name}: scale_2 is 0 although the codes are not all zero")
+        raise TensorScaleError(f"{name}: weight_scale_2 is 0, but the codes are not all zero")
     out = np.empty((rows, blocks, BLOCK), np.float32)
     step = max(1, _CHUNK // max(1, blocks * BLOCK))
     for start in range(0, rows, step):

@@ -5,11 +5,12 @@ import numpy as np
 from reference import errors as e
 from reference import nvfp4
 
-SCALAR_SUFFIXES = ("weight_scale_2", "input_scale")
+TENSOR_SCALE, INPUT_SCALE = "weight_scale_2", "input_scale"
 
 
 def check(where: str, dtype: str, shape: tuple[int, ...], data: memoryview, first_row: int = 0) -> None:
-    """Refuse NaN and infinity; in scales also a sign. Any byte is a pair of codes, so U8 passes.
+    """Refuse NaN and infinity; in scales also a sign, and a weight_scale_2 that `nvfp4.usable_scale` refuses.
+    Any byte is a pair of codes, so U8 passes.
 
     `where` ends in the tensor's name, `first_row` is the row that `data` starts with, for the message.
     Raises `NonFiniteWeightError`, `BlockScaleError` or `TensorScaleError`.
@@ -22,9 +23,13 @@ def check(where: str, dtype: str, shape: tuple[int, ...], data: memoryview, firs
         numbers = np.frombuffer(data, "<f4").reshape(shape)
         bad = ~np.isfinite(numbers)
         kind = e.NonFiniteWeightError
-        if where.endswith(SCALAR_SUFFIXES):
+        if where.endswith((TENSOR_SCALE, INPUT_SCALE)):
             bad |= np.signbit(numbers)
             kind = e.TensorScaleError
+        if where.endswith(TENSOR_SCALE) and not bad.any():
+            for scale_2 in numbers.reshape(-1):
+                if not nvfp4.usable_scale(scale_2):
+                    raise e.TensorScaleError(f"{where}: {nvfp4.unusable_scale(scale_2)}")
     elif dtype == "F8_E4M3":
         # 0x7F is NaN and everything above carries a sign.
         bad = np.frombuffer(data, np.uint8).reshape(shape) >= 0x7F

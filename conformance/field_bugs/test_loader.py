@@ -16,6 +16,7 @@ from conformance.checkpoints.export import write_export
 from conformance.checkpoints.shared import copy_of, shared
 from conformance.checkpoints.source import Synthetic
 from fast import errors as fast_errors
+from fast import nvfp4 as fast_nvfp4
 from fast import reader as reading
 from fast import shards
 from fast.loader import _Loader, load
@@ -318,7 +319,7 @@ def test_fb55_block_scale_in_the_engine(tmp_path, byte, error):
         load(directory)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0, -0.0, 3e38])
 @both
 def test_fb55_tensor_scale_of_expert_5(tmp_path, side, value):
     directory = copy_of(tmp_path, "libertai")
@@ -327,6 +328,20 @@ def test_fb55_tensor_scale_of_expert_5(tmp_path, side, value):
     edit.change_tensors(directory, **{name: broken})
     with pytest.raises(side.errors["scale_2"], match=f"{EXPERT_5}weight"):
         side.read(directory)
+
+
+@pytest.mark.parametrize("value", [1e-42, 1.26e35])
+def test_fb55_extreme_tensor_scales_that_are_sound(tmp_path, value):
+    """Subnormal, and just below the largest: taken on both sides, with the same finite values."""
+    directory = copy_of(tmp_path, "libertai")
+    name = f"{EXPERT_5}weight_scale_2"
+    edit.change_tensors(
+        directory, **{name: edit.replace(edit.read_tensors(directory)[name], data=struct.pack("<f", value))}
+    )
+    expected = open_checkpoint(directory).weight(f"{EXPERT_5}weight")
+    assert np.isfinite(expected).all()
+    assert expected.any()
+    assert fast_nvfp4.decode(load(directory).experts(3).up[5]).numpy().tobytes() == expected.tobytes()
 
 
 def test_fb55_zero_tensor_scale_of_an_unused_expert(tmp_path):

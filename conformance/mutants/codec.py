@@ -85,6 +85,11 @@ def _nothing(*args: Any) -> None:
     return None
 
 
+def _finite(scale_2: Tensor) -> Tensor:
+    """A multiplier that makes infinities of finite codes is taken."""
+    return (scale_2 > 0) & torch.isfinite(scale_2)
+
+
 def _clean(original: Any, scale: Tensor, name: str) -> None:
     """Only NaN bytes are refused, not negative ones."""
     original(scale & 0x7F, name)
@@ -114,4 +119,5 @@ MUTANTS = (
     _m("codec-nan-scale-taken", "FB55", "refuse.nan", replace(f"{N}:check_scale", _nothing), **CODEC),
     _m("codec-negative-scale-taken", "FB55", "refuse.negative", around(f"{N}:check_scale", _clean), **CODEC),
     _m("codec-bad-scale_2-taken", "FB55", "refuse.scale_2", replace(f"{N}:check_scale_2", _nothing), **CODEC),
+    _m("codec-huge-scale_2-taken", "FB55", "refuse.scale_2", replace(f"{N}:is_multiplier", _finite), **CODEC),
 )

@@ -202,7 +202,7 @@ def codec_answers() -> Iterator[tuple[str, Any]]:
 
     yield "refuse.nan", all(refuses(fast.decode, scaled(b)) for b in (0x7F, 0xFF))
     yield "refuse.negative", all(refuses(fast.decode, scaled(b)) for b in (0x80, 0xB8))
-    lies = [torch.tensor(value) for value in (float("nan"), float("inf"), -1.0, 0.0)]
+    lies = [torch.tensor(value) for value in (float("nan"), float("inf"), 3e38, -1.0, 0.0)]
     byte = torch.tensor([[0x38]], dtype=torch.uint8)
     yield "refuse.scale_2", all(refuses(fast.decode, fast.Packed(one, byte, s)) for s in lies)
     bad = [torch.ones(2, 16).index_fill(1, torch.tensor([3]), value) for value in (float("nan"), float("inf"))]

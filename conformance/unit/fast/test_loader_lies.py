@@ -149,7 +149,7 @@ LAYOUT: Any = {
             e.TensorScaleError,
             UP,
         )
-        for value in (float("nan"), float("inf"), -1.0, 0.0)
+        for value in (float("nan"), float("inf"), -1.0, 0.0, -0.0, 1.27e35, 3e38)
     },
 }
 

@@ -210,7 +210,7 @@ def test_bad_bytes(tmp_path, name, position, byte, error, words):
         opened.weight(other)
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "-0.0", "0"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "-0.0", "0", "3e38", "1.27e35"])
 def test_bad_tensor_scale(tmp_path, value):
     directory = copy_of(tmp_path, "libertai", "odd")
     name = f"{EXPERT}up_proj.weight_scale_2"

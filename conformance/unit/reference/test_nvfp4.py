@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -29,6 +31,11 @@ from reference.errors import TensorDtypeError, TensorShapeError
 codecs = pytest.mark.parametrize("codec", CODECS)
 ALL_CODES = np.tile(np.arange(16, dtype=np.uint8), (127, 1))
 ALL_BYTES = np.arange(127, dtype=np.uint8)[:, None]
+BF16_MIDDLE = (2 - Fraction(1, 256)) * 2**127
+"""Half way from the largest finite BF16 number to the next power of two: what is not below rounds to infinity."""
+BF16_MAX = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+LARGEST = float(np.nextafter(np.float32(BF16_MIDDLE / 2688), np.float32(0)))
+"""The largest float32 whose product with 2688 is under `BF16_MIDDLE`."""
 
 
 def bits(x: np.ndarray) -> list[int]:
@@ -53,11 +60,11 @@ def test_the_reference_tables_are_the_literals() -> None:
 
 
 @codecs
-@pytest.mark.parametrize("scale_2", [1.0, 2.0**-9, 0.1, 3e-5, 1e30, 1e-42, 3e38])
+@pytest.mark.parametrize("scale_2", [1.0, 2.0**-9, 0.1, 3e-5, 1e30, 1e-42, 2.0**-149, LARGEST])
 def test_every_scale_byte_with_every_code(codec: Codec, scale_2: float) -> None:
     got = codec.decode(pack(ALL_CODES), ALL_BYTES, np.float32(scale_2))
-    with np.errstate(over="ignore"):
-        want = table_value(ALL_CODES, np.broadcast_to(ALL_BYTES, ALL_CODES.shape), np.float32(scale_2))
+    want = table_value(ALL_CODES, np.broadcast_to(ALL_BYTES, ALL_CODES.shape), np.float32(scale_2))
+    assert np.isfinite(want.astype(ml_dtypes.bfloat16)).all()
     assert got.dtype == np.float32
     assert bits(got) == bits(want)
 
@@ -134,7 +141,7 @@ def test_encoder_gives_modelopts_bytes(codec: Codec, kind: str, seed: int) -> No
 
 
 @settings(max_examples=200, deadline=None)
-@given(arrays(np.float32, (2, 32), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)))
+@given(arrays(np.float32, (2, 32), elements=st.floats(-BF16_MAX, BF16_MAX, width=32)))
 def test_encoder_gives_modelopts_bytes_for_anything(w: np.ndarray) -> None:
     want = modelopt(w)
     for codec in (REFERENCE, FAST):
@@ -233,8 +240,38 @@ def test_non_finite_weights_are_refused(codec: Codec, value: float, dtype: type)
         codec.encode(w.astype(dtype), "experts.5.weight")
 
 
+def test_the_largest_tensor_scale_is_one_step_below_the_first_that_overflows() -> None:
+    above = np.nextafter(np.float32(LARGEST), np.float32(np.inf))
+    assert Fraction(LARGEST) * 2688 < BF16_MIDDLE <= Fraction(float(above)) * 2688
+    assert nvfp4.usable_scale(np.float32(LARGEST))
+    assert not nvfp4.usable_scale(above)
+
+
 @codecs
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0, -1e-30])
+@pytest.mark.parametrize("value", [float(np.nextafter(np.float32(LARGEST), np.float32(np.inf))), 3e38])
+def test_a_tensor_scale_beyond_any_value_is_refused_whatever_the_codes(codec: Codec, value: float) -> None:
+    """The same rule for every tensor and every part of one: codes of zero make no exception."""
+    for byte in (0x00, 0x11):
+        packed = np.full((1, 8), byte, np.uint8)
+        with pytest.raises(
+            codec.error("TensorScaleError"), match=r"experts\.5\.weight.*6 x 448 x weight_scale_2 finite"
+        ):
+            codec.decode(packed, np.full((1, 1), 0x01, np.uint8), value, "experts.5.weight")
+
+
+@codecs
+def test_magnitudes_are_encoded_as_far_as_bf16_goes(codec: Codec) -> None:
+    w = np.ones((2, 16), np.float32)
+    w[1, 3] = np.float32(3.396e38)
+    made = codec.encode(w, "experts.5.weight")
+    assert np.isfinite(codec.decode(made.packed, made.scale, made.scale_2).astype(ml_dtypes.bfloat16)).all()
+    w[1, 3] = np.finfo(np.float32).max
+    with pytest.raises(codec.error("TensorScaleError"), match=r"experts\.5\.weight"):
+        codec.encode(w, "experts.5.weight")
+
+
+@codecs
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, -1.0, -1e-30, -0.0])
 def test_tensor_scales_that_are_none_are_refused(codec: Codec, value: float) -> None:
     with pytest.raises(codec.error("TensorScaleError"), match=r"experts\.5\.weight"):
         codec.decode(np.zeros((1, 8), np.uint8), np.full((1, 1), 0x38, np.uint8), value, "experts.5.weight")
