@@ -2,6 +2,7 @@
 
 `scan` reads headers only and collects every problem; `open_checkpoint` is a scan that must find none. Which export a
 directory holds follows from the dtypes of its tensors, never from names of files, repositories or keys of the config.
+What the spec lets vary (`layout.tensors`) is accepted as it is stored; `departures` lists it.
 """
 
 import os
@@ -43,7 +44,10 @@ class Files:
 
 @dataclass
 class Scan:
-    """What a directory holds. `problems` is empty exactly when `open_checkpoint` accepts it."""
+    """What a directory holds. `problems` is empty exactly when `open_checkpoint` accepts it.
+
+    `specs` are the tensors as they are stored here or ought to be; all of them where `complete`.
+    """
 
     files: Files
     config: ModelConfig | None
@@ -51,6 +55,7 @@ class Scan:
     gate_rank: int | None
     specs: dict[str, layout.TensorSpec]
     problems: list[e.InputError]
+    complete: bool = False
 
 
 def read_files(directory: str | Path) -> Files:
@@ -143,7 +148,11 @@ def _check_path(directory: Path, file_name: str) -> None:
 
 
 def detect_export(entries: dict[str, Entry], mtp_layer: int | None) -> str:
-    """ "nvidia" or "libertai", by majority of the five dtype rules that differ between them. Raises `ExportError`."""
+    """ "nvidia" or "libertai", by majority of the five dtype rules that differ between them.
+
+    Within a rule the commoner dtype speaks, so that single tensors do not change the verdict. Where as many rules
+    speak for either, their tensors are counted; a tie of these is LibertAI. Raises `ExportError` if nothing is packed.
+    """
     votes: dict[str, list[str]] = {}
     packed = False
     for name, entry in entries.items():
@@ -153,11 +162,10 @@ def detect_export(entries: dict[str, Entry], mtp_layer: int | None) -> str:
             votes.setdefault(rule, []).append(dtypes[entry.dtype])
     if not packed:
         raise e.ExportError("no packed (U8) tensor: not an NVFP4 export")
-    # Within a rule the commoner dtype speaks, so that single damaged tensors do not change the verdict.
-    nvidia = sum(2 * found.count("nvidia") > len(found) for found in votes.values())
-    if 2 * nvidia == len(votes):
-        raise e.ExportError(f"{nvidia} of {len(votes)} dtype rules point to each export: neither nvidia nor libertai")
-    return "nvidia" if 2 * nvidia > len(votes) else "libertai"
+    spoken = ["nvidia" if 2 * found.count("nvidia") > len(found) else "libertai" for found in votes.values()]
+    if 2 * spoken.count("nvidia") == len(spoken):
+        spoken = [export for found in votes.values() for export in found]
+    return "nvidia" if 2 * spoken.count("nvidia") > len(spoken) else "libertai"
 
 
 def _export_rule(name: str, mtp_layer: int | None) -> tuple[str, dict[str, str]]:
@@ -202,8 +210,7 @@ def scan(directory: str | Path) -> Scan:
     try:
         result.export = detect_export(files.entries, result.config.text.mtp_layer)
         result.gate_rank = find_gate_rank(files.entries, result.config)
-        result.specs, problems = check_layout(files, result.config, result.export, result.gate_rank, set(foreign))
-        result.problems.extend(problems)
+        check_layout(result, set(foreign))
     except e.InputError as error:
         result.problems.append(type(error)(f"{files.directory}: {error}"))
     return result
@@ -218,14 +225,17 @@ def find_gate_rank(entries: dict[str, Entry], config: ModelConfig) -> int:
     return config.text.linear_head_dim
 
 
-def check_layout(
-    files: Files, config: ModelConfig, export: str, gate_rank: int, ignore: Collection[str] = ()
-) -> tuple[dict[str, layout.TensorSpec], list[e.InputError]]:
-    """Compare what is stored with what the export must store. Stops after `PROBLEM_CAP` missing tensors."""
-    specs: dict[str, layout.TensorSpec] = {}
-    problems: list[e.InputError] = []
+def check_layout(found: Scan, ignore: Collection[str] = ()) -> None:
+    """Compare what is stored with what the export stores and with what may be stored in its place: fills `specs` and
+    `problems`. Stops after `PROBLEM_CAP` missing tensors."""
+    files, config, export, gate_rank = found.files, found.config, found.export, found.gate_rank
+    assert config is not None
+    assert export is not None
+    assert gate_rank is not None
+    specs, problems = found.specs, found.problems
     missing = 0
-    for spec in layout.tensors(config, export, gate_rank):
+    dtypes = {name: entry.dtype for name, entry in files.entries.items()}
+    for spec in layout.tensors(config, export, gate_rank, dtypes):
         specs[spec.name] = spec
         entry = files.entries.get(spec.name)
         if entry is None and spec.name in files.unread:
@@ -235,15 +245,16 @@ def check_layout(
             problems.append(_missing(files, spec, export))
             if missing == PROBLEM_CAP:
                 problems.append(e.MissingTensorError(f"{files.directory}: stopped after {missing} missing tensors"))
-                return specs, problems
+                return
             continue
         where = f"{files.shards[spec.name].header.path}: tensor {spec.name}"
         if entry.dtype != spec.dtype:
             problems.append(e.TensorDtypeError(f"{where}: {entry.dtype}, expected {spec.dtype} in the {export} export"))
-        elif entry.shape != spec.shape:
+        elif not right_shape(entry, spec):
             problems.append(
                 e.TensorShapeError(f"{where}: shape {list(entry.shape)}, expected {list(spec.shape)} from the config")
             )
+    found.complete = True
     for name in files.entries:
         if name not in specs and name not in ignore:
             problems.append(
@@ -251,10 +262,43 @@ def check_layout(
                     f"{files.shards[name].header.path}: tensor {e.show(name)} is not part of the {export} export"
                 )
             )
-    return specs, problems
 
 
-def _missing(files: Files, spec: layout.TensorSpec, export: str) -> e.InputError:
+def right_shape(entry: Entry, spec: layout.TensorSpec) -> bool:
+    """A scale of one element may have shape [1]."""
+    return entry.shape == spec.shape or (not spec.shape and entry.shape == (1,))
+
+
+def departures(found: Scan) -> list[e.LayoutError]:
+    """What is accepted and yet not as the export stores it: dtypes of the other export, shape [1], and `input_scale`
+    where the export has none. `MissingScaleError` stands for one that it has and that is absent."""
+    if not found.complete:
+        return []
+    assert found.config is not None
+    assert found.export is not None
+    assert found.gate_rank is not None
+    entries = found.files.entries
+    published = {spec.name: spec for spec in layout.tensors(found.config, found.export, found.gate_rank)}
+    packs = {spec.packed for spec in published.values()}
+    listed: list[e.LayoutError] = []
+    for name, spec in found.specs.items():
+        usual, entry = published.get(name), entries.get(name)
+        if entry is None or entry.dtype != spec.dtype or not right_shape(entry, spec):
+            continue
+        where = f"{found.files.shards[name].header.path}: tensor {name}"
+        if entry.shape != spec.shape:
+            listed.append(e.TensorShapeError(f"{where}: shape [1], expected []"))
+        if usual is not None and usual.dtype != spec.dtype:
+            listed.append(e.TensorDtypeError(f"{where}: {spec.dtype}, expected {usual.dtype}"))
+        elif usual is None and spec.packed in packs:
+            listed.append(e.UnknownTensorError(f"{where}: not part of the export"))
+    for name, spec in published.items():
+        if name not in found.specs and name not in entries and found.specs[str(spec.packed)].packed is not None:
+            listed.append(_missing(found.files, spec, found.export))
+    return listed
+
+
+def _missing(files: Files, spec: layout.TensorSpec, export: str) -> e.LayoutError:
     who = f" (layer {spec.layer}, expert {spec.expert})" if spec.expert is not None else ""
     if spec.name != spec.packed and spec.packed in files.entries:
         return e.MissingScaleError(
@@ -294,8 +338,7 @@ class Checkpoint:
 
     def raw(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
         """(dtype, shape, bytes) exactly as stored; the bytes are a read-only view of the file."""
-        spec = self._spec(name)
-        return spec.dtype, spec.shape, self._files.data(name)
+        return self._spec(name).dtype, self._files.entries[name].shape, self._files.data(name)
 
     def weight(self, name: str) -> np.ndarray:
         """Values of a tensor as float32: exact for BF16, F32 and scales; packed weights as `nvfp4.decode` defines.
@@ -303,7 +346,9 @@ class Checkpoint:
         Raises `NonFiniteWeightError`, `BlockScaleError` or `TensorScaleError`, naming file, tensor and position.
         """
         spec = self._spec(name)
-        return self.rows(name, 0, spec.shape[0]) if spec.shape else values.decode(self.where(name), *self.raw(name))
+        if spec.shape:
+            return self.rows(name, 0, spec.shape[0])
+        return values.decode(self.where(name), spec.dtype, (), self.raw(name)[2])
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """`weight(name)[start:stop]`, reading only those rows."""
@@ -326,7 +371,8 @@ class Checkpoint:
 
     def check_values(self, name: str) -> None:
         """Read a whole tensor and refuse it as `weight` would, without decoding it."""
-        dtype, shape, data = self.raw(name)
+        spec, data = self._spec(name), self._files.data(name)
+        dtype, shape = spec.dtype, spec.shape
         if dtype == "U8":
             if self.weight(f"{name}_scale_2") == 0 and np.any(np.frombuffer(data, np.uint8) & 0x77):
                 raise e.TensorScaleError(f"{self.where(name)}_scale_2: 0, but the codes are not all zero")

@@ -8,10 +8,14 @@ Four layouts of one model (`exports.md`, section 2):
 One table row describes one name pattern. Dimensions are letters of `dimensions`; a tensor stored as NVFP4 expands into
 `.weight` U8 [out, in/2], `.weight_scale` E4M3 [out, in/16], `.weight_scale_2` F32 [] and, for nvidia, `.input_scale`
 F32 []. The gate rank R is no config key: it is the row count of `f_a_proj`, so the caller supplies it.
+
+A weight's dtype says how it is stored, not the export it sits in (exports.md 6, 19 and 37): in a checkpoint each tensor
+may be as either export has it, `input_scale` may be there or not (no weight-only maths reads it), and a scale of one
+element may have shape [1].
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -221,8 +225,13 @@ def places(text: TextConfig, layer: int) -> frozenset[str]:
     return frozenset(found)
 
 
-def tensors(config: ModelConfig, layout: str, gate_rank: int) -> Iterator[TensorSpec]:
+def tensors(
+    config: ModelConfig, layout: str, gate_rank: int, found: Mapping[str, str] | None = None
+) -> Iterator[TensorSpec]:
     """Every tensor of `layout`, layer by layer, the parts of a packed weight side by side, the vision tower last.
+
+    `found` maps names to dtypes: a weight that is there as the other export stores it is yielded in that form, and
+    `input_scale` where it is found.
 
     Raises `ConfigValueError` where a packed weight's columns do not divide into blocks of 16.
     """
@@ -235,7 +244,8 @@ def tensors(config: ModelConfig, layout: str, gate_rank: int) -> Iterator[Tensor
         if expert is not None:
             name = name.replace(".experts.E.", f".experts.{expert}.")
         shape = tuple(letters[letter] for letter in row.shape.split())
-        for suffix, dtype, stored in _parts(name, STORED[row.stored][column], shape):
+        form = STORED[row.stored][column] if found is None else _form(row, name, column, found)
+        for suffix, dtype, stored in _parts(name, form, shape):
             packed = name if suffix and layout in EXPORTS else None
             end = suffix.removeprefix("weight")
             if suffix == "input_scale":
@@ -267,6 +277,18 @@ def tensors(config: ModelConfig, layout: str, gate_rank: int) -> Iterator[Tensor
 
 def _rows(place: str) -> tuple[Row, ...]:
     return tuple(row for row in ROWS if row.place == place)
+
+
+def _form(row: Row, name: str, column: int, found: Mapping[str, str]) -> str:
+    """How a weight is stored: as the layout says unless its dtype is that of the other export."""
+    own = STORED[row.stored][column]
+    if row.stored in ("bf16", "f32"):
+        return own
+    forms = (own, *STORED[row.stored][: len(EXPORTS)])
+    form = next((form for form in forms if found.get(name) == ("U8" if form.startswith("pack") else form)), own)
+    if not form.startswith("pack") or name not in found:
+        return form
+    return "pack+" if name.removesuffix("weight") + "input_scale" in found else "pack"
 
 
 def _parts(name: str, stored: str, shape: tuple[int, ...]) -> Iterator[tuple[str, str, tuple[int, ...]]]:

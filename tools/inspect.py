@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from reference import errors as e
 from reference import layout
-from reference.checkpoint import Checkpoint, Scan, scan
+from reference.checkpoint import Checkpoint, Scan, departures, right_shape, scan
 from tools.output import check_outputs, printable, write_json
 from tools.progress import byte_bar
 
@@ -22,13 +22,15 @@ LISTED = 40
 def inspect(directory: Path, *, read_values: bool = True, quiet: bool = False) -> dict[str, Any]:
     """Everything `--json` shows. Only a directory that does not exist raises; all else is listed under `problems`.
 
-    `unread_keys` are departures that fail nothing: config keys, with their values, that neither layout nor mathematics
-    here know.
+    Two kinds of departures fail nothing: `departures`, tensors that are not as the export stores them but as the layout
+    lets them vary, and `unread_keys`, config keys, with their values, that neither layout nor mathematics here know.
+    An input_scale that is missing is a problem, although no computation here reads it.
     """
     if not directory.is_dir():
         raise e.IndexFileError(f"{directory}: not a directory")
     found = scan(directory)
-    problems = list(found.problems)
+    departed = departures(found)
+    problems = [*found.problems, *(d for d in departed if isinstance(d, e.MissingTensorError))]
     entries = found.files.entries
     data_bytes = sum(entry.end - entry.begin for entry in entries.values())
     if found.files.total_size not in (None, data_bytes):
@@ -50,11 +52,16 @@ def inspect(directory: Path, *, read_values: bool = True, quiet: bool = False) -
         "bytes": data_bytes,
         "families": _families(found),
         "roles": _roles(found),
-        "problems": [{"kind": type(problem).__name__, "message": str(problem)} for problem in problems],
+        "problems": _listed(problems),
+        "departures": _listed(d for d in departed if not isinstance(d, e.MissingTensorError)),
         "unread_keys": [key._asdict() for key in found.config.unread] if found.config else [],
         "notes": _notes(found),
         "values_read": read_values,
     }
+
+
+def _listed(errors: Iterable[e.InputError]) -> list[dict[str, str]]:
+    return [{"kind": type(error).__name__, "message": str(error)} for error in errors]
 
 
 def _value_problems(found: Scan, advance: Callable[[str, int], None]) -> list[e.InputError]:
@@ -79,7 +86,7 @@ def _value_problems(found: Scan, advance: Callable[[str, int], None]) -> list[e.
 
 def _sound(found: Scan, name: str, spec: layout.TensorSpec) -> bool:
     entry = found.files.entries.get(name)
-    return entry is not None and (entry.dtype, entry.shape) == (spec.dtype, spec.shape)
+    return entry is not None and entry.dtype == spec.dtype and right_shape(entry, spec)
 
 
 def _families(found: Scan) -> dict[str, dict[str, Any]]:
@@ -152,6 +159,10 @@ def show(result: dict[str, Any], console: Console) -> None:
     for family, total in result["families"].items():
         table.add_row(family, f"{total['tensors']:,}", f"{total['bytes']:,}")
     console.print(table)
+    for departure in result["departures"][:LISTED]:
+        console.print(f"departure: {printable(departure['message'])}", highlight=False, markup=False, soft_wrap=True)
+    if len(result["departures"]) > LISTED:
+        console.print(f"... and {len(result['departures']) - LISTED:,} more; --json FILE holds all", highlight=False)
     for unread in result["unread_keys"]:
         line = f"departure: config.json: {unread['key']} is {e.show(unread['value'])}; no one here reads this key"
         console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
@@ -164,7 +175,10 @@ def show(result: dict[str, Any], console: Console) -> None:
         )
     if len(problems) > LISTED:
         console.print(f"... and {len(problems) - LISTED:,} more; --json FILE holds all", highlight=False)
-    verdict = f"{len(problems):,} problems" if problems else "as the export stores it"
+    departed = len(result["departures"])
+    verdict = f"{departed:,} tensors stored otherwise, as may be" if departed else "as the export stores it"
+    if problems:
+        verdict = f"{len(problems):,} problems"
     if result["unread_keys"]:
         verdict += f"; {len(result['unread_keys'])} config keys that no one here reads"
     console.print(verdict, highlight=False)
@@ -176,9 +190,10 @@ def command(
     headers_only: Annotated[bool, typer.Option("--headers-only", help="Do not read the values.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar, no report.")] = False,
 ) -> None:
-    """Classify every tensor and list every departure from the known layout; exit 1 when there is one.
+    """Classify every tensor and list every departure from the known layout; exit 1 where one is missing, unknown or
+    malformed.
 
-    Config keys that nothing here reads are listed as departures too, but do not fail the run.
+    Tensors stored as the other export does, and config keys that nothing here reads, are listed and fail nothing.
 
     Example: glm53 inspect GLM-5.3-Flash-NVFP4 --headers-only --json layout.json
     """

@@ -26,7 +26,7 @@ def test_good_checkpoint(export, name):
     result = inspect(directory)
     tensors = edit.read_tensors(directory)
     assert result["problems"] == []
-    assert result["unread_keys"] == []
+    assert result["unread_keys"] == result["departures"] == []
     assert result["export"] == export
     assert result["tensors"] == len(tensors) == sum(family["tensors"] for family in result["families"].values())
     assert result["bytes"] == sum(len(tensor.data) for tensor in tensors.values())
@@ -53,7 +53,7 @@ def test_released_geometry(tmp_path, export, tensors, size):
     if export == "nvidia":
         (tmp_path / "hf_quant_config.json").write_text(hf_quant_config_json(raw))
     result = inspect(tmp_path, read_values=False)
-    assert result["problems"] == []
+    assert result["problems"] == result["departures"] == []
     assert (result["export"], result["tensors"], result["bytes"]) == (export, tensors, size)
     assert result["families"] == {
         family: {"tensors": count, "bytes": size}
@@ -195,6 +195,31 @@ def test_config_keys_that_nobody_reads_are_listed_and_fail_nothing(tmp_path, cap
         {"key": "text_config.linear_attn_config.layout", "value": ["k", "v"]},
         {"key": "text_config.hc_temperature", "value": 0.05},
     ]
+
+
+def test_tensors_stored_as_they_may_be_are_listed_and_fail_nothing(tmp_path, capsys):
+    directory = copy_of(tmp_path, "nvidia", "odd")
+    tensors = edit.read_tensors(directory)
+    conv, scalar = f"{T}layers.0.self_attn.q_conv1d.weight", f"{T}layers.3.mlp.experts.2.up_proj.weight_scale_2"
+    narrow = edit.read_tensors(shared("libertai", "odd"))[conv]
+    tensors[conv] = dataclasses.replace(narrow, shard=tensors[conv].shard)
+    tensors[scalar] = dataclasses.replace(tensors[scalar], shape=(1,))
+    edit.write_tensors(directory, tensors)
+    assert glm53("inspect", directory, "--json", tmp_path / "result.json") == 0
+    printed = capsys.readouterr().out
+    assert f"departure: {directory / tensors[conv].shard}: tensor {conv}: BF16, expected F32" in printed
+    assert f"tensor {scalar}: shape [1], expected []" in printed
+    assert "2 tensors stored otherwise, as may be" in printed
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["problems"] == []
+    assert [departure["kind"] for departure in result["departures"]] == ["TensorDtypeError", "TensorShapeError"]
+    # A problem as well: the run fails, and both are told.
+    tensors[scalar] = dataclasses.replace(tensors[scalar], shape=(1, 1))
+    edit.write_tensors(directory, tensors)
+    assert glm53("inspect", directory, "--json", tmp_path / "result.json") == 1
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [len(result[key]) for key in ("problems", "departures")] == [1, 1]
+    assert "1 problems" in capsys.readouterr().out
 
 
 def test_quiet_prints_nothing(capsys):
