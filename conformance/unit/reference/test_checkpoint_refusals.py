@@ -304,8 +304,8 @@ def test_one_rule_of_the_other_export_does_not_turn_it_over(tmp_path):
 
 
 def test_two_rules_of_each_export_are_counted_by_tensors(tmp_path):
-    """12 convolutions and 28 mHC vectors as nvidia has them, 6 dense and 30 expert weights as LibertAI has them; then half
-    of the vectors again, so that this rule is LibertAI's."""
+    """12 convolutions and 28 mHC vectors as nvidia has them, 6 dense and 30 expert weights as LibertAI has them;
+    then half of the vectors go back, so that their rule is LibertAI's."""
     directory = copy_of(tmp_path, "libertai", "odd")
     nvidia = edit.read_tensors(shared("nvidia", "odd"))
     tensors = edit.read_tensors(directory)
