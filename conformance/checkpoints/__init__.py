@@ -21,12 +21,14 @@ def make(
     vocab: int | None = None,
     *,
     config: Mapping[str, Any] | None = None,
+    workers: int = 1,
     progress: Progress = lambda name, size: None,
 ) -> Path:
     """Write a synthetic checkpoint and return its directory.
 
     `layers`, `experts` and `vocab` reduce the geometry to some layers, its first experts, its first vocabulary rows.
-    `config` replaces keys of `text_config`, for tests that need one setting changed.
+    `config` replaces keys of `text_config`, for tests that need one setting changed. `workers`: processes that make it,
+    each for itself; the bytes are the same.
     Raises `OutputError` for a directory that is not empty and `GeometryError` for an impossible reduction.
     """
     chosen = _geometry(geometry, layers=layers, experts=experts, vocab=vocab) if isinstance(geometry, str) else geometry
@@ -34,7 +36,7 @@ def make(
     if config:
         raw = raw | {"text_config": raw["text_config"] | dict(config)}
     source = Synthetic(raw, chosen.gate_rank, seed, chosen.layer_keys)
-    write_export(source, raw, Path(directory), export, progress)
+    write_export(source, raw, Path(directory), export, progress, workers=workers)
     return Path(directory)
 
 

@@ -1,25 +1,33 @@
 """Write a source model as one of the two exports (or as its own `bf16` layout), exactly as `exports.md` describes.
 
-Everything streams: at most one weight is in memory. The directory appears under its name only when it is complete.
+Everything streams: a process holds one weight, or the two that are encoded as one. The directory appears under its name
+only when it is complete.
 """
 
 import contextlib
 import json
+import math
 import os
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from conformance.checkpoints.configs import config_json, generation_config_json, hf_quant_config_json
 from conformance.checkpoints.source import Source, round_bf16
+from conformance.processes import processes
 from reference import nvfp4
 from reference.errors import OutputError
 from reference.layout import TensorSpec, tensors
 
 ROW_BLOCK = 1 << 22
+ENCODED = 1 << 17
 # The released model then has as many shards as its public copies.
 SHARD_BYTES = {"nvidia": 204_419_110_596 // 33 + 1, "libertai": 194_644_803_576 // 120 + 1, "bf16": 5 << 30}
 LEAST_SHARDS = 3
@@ -34,11 +42,13 @@ def write_export(
     progress: Progress,
     *,
     companions: Sequence[Path] = (),
+    workers: int = 1,
 ) -> None:
     """Write `source` (whose config.json without quantization is `raw`) to `directory`, which must not hold anything.
 
     `progress(name, bytes)` is called for each piece written, with the name at a tensor's first piece. `companions` are
-    copied beside the weights. Raises `OutputError`, and whatever the source raises.
+    copied beside the weights. More than one of `workers` are processes (`conformance.processes`), which a source that
+    can be pickled may have; the files do not depend on them. Raises `OutputError`, and whatever the source raises.
     """
     directory = Path(directory).absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -52,12 +62,8 @@ def write_export(
         raise OutputError(f"{partial}: cannot be made: {error.strerror or error}") from None
     try:
         with contextlib.closing(Writer(partial, shards)) as writer:
-            for name, data in _stored_tensors(source, export, stored):
-                first = True
-                for part in data:
-                    writer.append(name, part)
-                    progress(name if first else "", len(part))
-                    first = False
+            for name, size in _written(Work(source, export, stored, writer.files), workers):
+                progress(name if writer.count(name, size) else "", size)
             writer.finish()
         _write_index(partial, shards)
         (partial / "config.json").write_text(config_json(raw, export), encoding="utf-8")
@@ -71,38 +77,103 @@ def write_export(
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             raise OutputError(f"{directory}: cannot be written: {error.strerror or error}") from None
+        if isinstance(error, BrokenProcessPool):
+            raise OutputError(f"{directory}: cannot be written: a process that makes it was ended") from None
         raise
 
 
-def _stored_tensors(
-    source: Source, export: str, stored: dict[str, TensorSpec]
-) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """(name, pieces of bytes) of every stored tensor, one source weight after the other."""
-    shared: dict[str, float] = {}
-    for spec in tensors(source.config, "bf16", source.gate_rank):
-        if stored[spec.name].dtype != "U8":
-            yield spec.name, _plain(source, spec, stored[spec.name].dtype)
-            continue
-        amax = None
-        if export == "nvidia" and spec.name.endswith(("gate_proj.weight", "up_proj.weight")):
-            # ModelOpt quantises gate and up of one expert as one fused tensor: one amax, one weight_scale_2.
-            stem = spec.name.removesuffix("gate_proj.weight").removesuffix("up_proj.weight")
-            if stem not in shared:
-                both = [_named(spec, f"{stem}{half}_proj.weight") for half in ("gate", "up")]
-                shared = {stem: max(_amax(source, half) for half in both)}
-            amax = shared[stem]
-        encoded = nvfp4.encode(source.rows(spec, 0, spec.shape[0]), amax=amax, name=spec.name)
-        yield spec.name, iter((encoded.packed.tobytes(),))
-        yield f"{spec.name}_scale", iter((encoded.scale.tobytes(),))
-        yield f"{spec.name}_scale_2", iter((np.array(encoded.scale_2, "<f4").tobytes(),))
-        if (name := f"{spec.name.removesuffix('weight')}input_scale") in stored:
-            assert spec.layer is not None
-            scale = source.input_scale(spec.layer, "down" if "down_proj" in name else "gate_up")
-            yield name, iter((np.array(scale, "<f4").tobytes(),))
+class Piece(NamedTuple):
+    """What is made at once: rows `start` .. `stop` of one weight, or all of gate and up that share an amax."""
+
+    specs: tuple[TensorSpec, ...]
+    start: int
+    stop: int
 
 
-def _named(spec: TensorSpec, name: str) -> TensorSpec:
-    return TensorSpec(name, spec.role, spec.family, spec.layer, spec.expert, spec.dtype, spec.shape)
+@dataclass(frozen=True)
+class Work:
+    """How to make any piece of an export; `stored` are its tensors by name."""
+
+    source: Source
+    export: str
+    stored: dict[str, TensorSpec]
+    files: "Files"
+
+    def pieces(self) -> Iterator[Piece]:
+        """All of them, in layout order."""
+        gate: TensorSpec | None = None
+        for spec in tensors(self.source.config, "bf16", self.source.gate_rank):
+            if self.stored[spec.name].dtype != "U8":
+                yield from (Piece((spec,), *block) for block in _blocks(spec))
+            elif self.export == "nvidia" and spec.name.endswith("gate_proj.weight"):
+                gate = spec
+            elif gate is not None and spec.name.endswith("up_proj.weight"):
+                # ModelOpt quantises gate and up of one expert as one fused tensor: one amax, one weight_scale_2.
+                assert spec.name == gate.name.replace("gate_proj", "up_proj"), (gate.name, spec.name)
+                yield Piece((gate, spec), 0, spec.shape[0])
+                gate = None
+            else:
+                yield Piece((spec,), 0, spec.shape[0])
+        assert gate is None
+
+    def write(self, piece: Piece) -> list[tuple[str, int]]:
+        """Makes a piece and writes it -> (stored name, bytes), each with its part of the file."""
+        done = []
+        for name, at, data in self._make(piece):
+            self.files.write(name, at, data)
+            done.append((name, len(data)))
+        return done
+
+    def _make(self, piece: Piece) -> Iterator[tuple[str, int, bytes]]:
+        """(stored name, first byte within the tensor, bytes)."""
+        specs, start, stop = piece
+        dtype = self.stored[specs[0].name].dtype
+        # A source may hand out one buffer again and again.
+        values = [self.source.rows(spec, start, stop).copy() for spec in specs[:-1]]
+        values.append(self.source.rows(specs[-1], start, stop))
+        if dtype != "U8":
+            spec, data = specs[0], _plain(values[0], dtype)
+            yield spec.name, start * (self.stored[spec.name].nbytes // spec.shape[0]), data
+            return
+        amax = max(_amax(part, spec.name) for part, spec in zip(values, specs, strict=True))
+        for spec, part in zip(specs, values, strict=True):
+            packed, scale, scale_2 = _encode(part, amax, spec.name)
+            yield spec.name, 0, packed
+            yield f"{spec.name}_scale", 0, scale
+            yield f"{spec.name}_scale_2", 0, np.array(scale_2, "<f4").tobytes()
+            if (name := f"{spec.name.removesuffix('weight')}input_scale") in self.stored:
+                assert spec.layer is not None
+                scale = self.source.input_scale(spec.layer, "down" if "down_proj" in name else "gate_up")
+                yield name, 0, np.array(scale, "<f4").tobytes()
+
+
+def _written(work: Work, workers: int) -> Iterator[tuple[str, int]]:
+    """(stored name, bytes) of everything, as it is written."""
+    if workers == 1:
+        for piece in work.pieces():
+            yield from work.write(piece)
+        return
+    with processes(workers, _begin, work) as pool:
+        # Neither every piece of a large model at once nor a process without one.
+        waiting: deque[Future[list[tuple[str, int]]]] = deque()
+        for piece in work.pieces():
+            waiting.append(pool.submit(_write_piece, piece))
+            if len(waiting) > 4 * workers:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+
+
+_work: list[Work] = []
+"""In a process of `_written`: what it does."""
+
+
+def _begin(work: Work) -> None:
+    _work[:] = [work]
+
+
+def _write_piece(piece: Piece) -> list[tuple[str, int]]:
+    return _work[0].write(piece)
 
 
 def _blocks(spec: TensorSpec) -> Iterator[tuple[int, int]]:
@@ -112,17 +183,26 @@ def _blocks(spec: TensorSpec) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, spec.shape[0])
 
 
-def _amax(source: Source, spec: TensorSpec) -> float:
-    return max(float(np.abs(source.rows(spec, start, stop)).max()) for start, stop in _blocks(spec))
+def _amax(values: np.ndarray, name: str) -> float:
+    found = float(max(values.max(), -values.min()))
+    if not math.isfinite(found):
+        nvfp4.encode(values, name=name)  # raises, and says which value it is
+    return found
 
 
-def _plain(source: Source, spec: TensorSpec, dtype: str) -> Iterator[bytes]:
-    for start, stop in _blocks(spec):
-        values = source.rows(spec, start, stop)
-        if dtype == "F32":
-            yield values.astype("<f4").tobytes()
-        else:
-            yield (round_bf16(values).view(np.uint32) >> np.uint32(16)).astype("<u2").tobytes()
+def _encode(values: np.ndarray, amax: float, name: str) -> tuple[bytes, bytes, np.float32]:
+    """`nvfp4.encode`, a few rows at a time: they need no fresh memory."""
+    step = max(1, ENCODED // values.shape[1])
+    starts = range(0, len(values), step)
+    parts = [nvfp4.encode(values[start : start + step], amax=amax, name=name) for start in starts]
+    packed, scale = (b"".join(part[i].tobytes() for part in parts) for i in (0, 1))
+    return packed, scale, parts[0].scale_2
+
+
+def _plain(values: np.ndarray, dtype: str) -> bytes:
+    if dtype == "F32":
+        return values.astype("<f4").tobytes()
+    return (round_bf16(values).view(np.uint32) >> np.uint32(16)).astype("<u2").tobytes()
 
 
 def plan_shards(specs: list[TensorSpec], export: str) -> list[list[TensorSpec]]:
@@ -149,13 +229,32 @@ def plan_shards(specs: list[TensorSpec], export: str) -> list[list[TensorSpec]]:
     return [shard for shard in shards if shard]
 
 
+class Files:
+    """Where in which shard file every tensor lies: name -> (path, first byte, bytes). Files are opened at first use."""
+
+    def __init__(self, places: dict[str, tuple[Path, int, int]]) -> None:
+        self.places = places
+        self._open: dict[Path, int] = {}
+
+    def write(self, name: str, at: int, data: bytes) -> None:
+        """Bytes `at` .. of a tensor."""
+        path, first, size = self.places[name]
+        assert at + len(data) <= size, name
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_WRONLY)
+        _write(self._open[path], data, first + at)
+
+    def close(self) -> None:
+        for file in self._open.values():
+            os.close(file)
+        self._open = {}
+
+
 class Writer:
-    """Shard files with their headers, filled tensor by tensor in any order of tensors."""
+    """Shard files with their headers, to be filled through `files` by tensors in any order; counts what was written."""
 
     def __init__(self, directory: Path, shards: list[list[TensorSpec]]) -> None:
-        self._files: list[int] = []
-        self._at: dict[str, tuple[int, int]] = {}
-        self._end: dict[str, int] = {}
+        places: dict[str, tuple[Path, int, int]] = {}
         for number, shard in enumerate(shards):
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
             offset = 0
@@ -171,31 +270,27 @@ class Writer:
             text = json.dumps(header, separators=(",", ":")).encode()
             text += b" " * (-len(text) % 8)
             path = directory / shard_name(number, len(shards))
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            self._files.append(file)
-            _write(file, len(text).to_bytes(8, "little") + text, 0)
-            os.ftruncate(file, 8 + len(text) + offset)
+            with path.open("xb", buffering=0) as file:
+                _write(file.fileno(), len(text).to_bytes(8, "little") + text, 0)
+                os.ftruncate(file.fileno(), 8 + len(text) + offset)
             for spec in ordered:
-                begin, end = header[spec.name]["data_offsets"]
-                self._at[spec.name] = (file, 8 + len(text) + begin)
-                self._end[spec.name] = 8 + len(text) + end
+                places[spec.name] = (path, 8 + len(text) + header[spec.name]["data_offsets"][0], spec.nbytes)
+        self.files = Files(places)
+        self._missing = {name: size for name, (_, _, size) in places.items()}
 
-    def append(self, name: str, data: bytes) -> None:
-        """The next bytes of a tensor."""
-        file, position = self._at[name]
-        assert position + len(data) <= self._end[name], name
-        _write(file, data, position)
-        self._at[name] = (file, position + len(data))
+    def count(self, name: str, size: int) -> bool:
+        """So many bytes of a tensor are written: whether they are its first."""
+        first = self._missing[name] == self.files.places[name][2]
+        self._missing[name] -= size
+        return first
 
     def finish(self) -> None:
         """Every tensor must be complete."""
-        unfinished = [name for name, (_, position) in self._at.items() if position != self._end[name]]
+        unfinished = [name for name, missing in self._missing.items() if missing]
         assert not unfinished, unfinished[:3]
 
     def close(self) -> None:
-        for file in self._files:
-            os.close(file)
-        self._files = []
+        self.files.close()
 
 
 def _item(spec: TensorSpec) -> int:
