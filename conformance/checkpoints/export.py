@@ -137,9 +137,9 @@ class Work:
             return
         amax = max(_amax(part, spec.name) for part, spec in zip(values, specs, strict=True))
         for spec, part in zip(specs, values, strict=True):
-            packed, scale, scale_2 = _encode(part, amax, spec.name)
-            yield spec.name, 0, packed
-            yield f"{spec.name}_scale", 0, scale
+            codes, scales, scale_2 = _encode(part, amax, spec.name)
+            yield spec.name, 0, codes
+            yield f"{spec.name}_scale", 0, scales
             yield f"{spec.name}_scale_2", 0, np.array(scale_2, "<f4").tobytes()
             if (name := f"{spec.name.removesuffix('weight')}input_scale") in self.stored:
                 assert spec.layer is not None

@@ -14,8 +14,6 @@ from conformance.checkpoints.source import Synthetic
 from reference.errors import NonFiniteWeightError, OutputError
 from reference.layout import EXPORTS
 
-SMALL = {"layers": (0, 3), "experts": 2}
-
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
@@ -53,7 +51,7 @@ class Bad(Synthetic):
 
 
 def written(directory: Path, *, deadly: bool) -> None:
-    chosen = checkpoints.geometry("tiny", **SMALL)
+    chosen = checkpoints.geometry("tiny", layers=(0, 3), experts=2)
     source = Bad(chosen.config, chosen.gate_rank, 0, chosen.layer_keys)
     source.deadly = deadly
     export_writer.write_export(source, chosen.config, directory, "nvidia", lambda name, size: None, workers=2)
