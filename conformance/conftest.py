@@ -73,18 +73,18 @@ class Collected:
     """Gathers the results of all workers and reports them when the session ends."""
 
     def __init__(self) -> None:
-        self.results: dict[str, str] = {}
+        self.results: list[tuple[str, str]] = []
         self.notes: list[str] = []
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         for name, value in report.user_properties:
             if name == RESULT:
-                self.results[report.nodeid] = value
+                self.results.append((report.nodeid, value))
             elif name == NOTE:
                 self.notes.append(value)
 
     def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
-        results = [Result.from_json(text) for _, text in sorted(self.results.items())]
+        results = [Result.from_json(text) for _, text in sorted(self.results, key=lambda pair: pair[0])]
         if not results:
             return
         terminalreporter.section("conformance")

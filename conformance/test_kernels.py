@@ -19,15 +19,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from conformance import suite
+from conformance import real, suite
 from conformance.cases.runs import random_tokens
-from conformance.checkpoints import geometry, make
-from conformance.conftest import RESULT
+from conformance.checkpoints import make
+from conformance.conftest import NOTE, RESULT
 from conformance.engines import registry
 from conformance.engines.fast import FastEngine
 from conformance.judge import Rebase, compare
+from conformance.judge.together import together
 from conformance.narrow import NARROW, narrow
-from conformance.trace import Schedule
 from fast.generate import generate
 from fast.linear import ROWS
 from fast.model import TextModel
@@ -39,7 +39,6 @@ pytestmark = pytest.mark.gpu
 EXPORTS = ("nvidia", "libertai")
 PLACES = [(name, export) for name in (*NARROW, "tiny", "odd") for export in EXPORTS]
 KERNELS = [place for place in PLACES if place[0] in NARROW]
-EXPERTS, VOCAB, TOKENS, CUTS, SAMPLES = 16, 2048, 24, Schedule((12, 4), 8), 8
 PROMPT = 45
 """More tokens than a selection of the narrow models takes."""
 
@@ -84,16 +83,18 @@ def test_the_engine_on_a_gpu_agrees_with_the_reference(place, case, made, record
     assert (engine.model.kernels is not None) == (place[0] in NARROW), engine.model.without_kernels
 
 
-def test_real_widths_agree_with_the_reference(tmp_path, record_property):
-    shape = geometry("one-layer", experts=EXPERTS, vocab=VOCAB)
-    directory = make(tmp_path / "one-layer", "nvidia", shape, 0)
-    checkpoint, engine = open_checkpoint(directory), registry.create("fast")
-    engine.open(directory, device="cuda")
-    tokens = random_tokens(6, checkpoint.config.text.vocab_size, TOKENS)
-    trace = engine.run(tokens, CUTS)
-    assert trace.metadata["kernels"].startswith("sm_"), trace.metadata["kernels"]
-    result = compare(trace, checkpoint, expected_tokens=tokens, samples=SAMPLES)
-    record_property(RESULT, result.to_json())
+def test_real_widths_agree_with_the_reference(tmp_path, capfd, record_property):
+    with real.telling(lambda line: record_property(NOTE, line), capfd.disabled) as say:
+        checkpoint, engine = real.checkpoint(tmp_path / "one-layer", say), registry.create("fast")
+        engine.open(checkpoint.directory, device="cuda")
+        tokens = real.ids(checkpoint)
+        trace = engine.run(tokens, real.CUTS)
+        say(f"ran, kernels {trace.metadata['kernels']}")
+        assert trace.metadata["kernels"].startswith("sm_"), trace.metadata["kernels"]
+        with together(checkpoint, real.judges(), samples=real.SAMPLES) as judge:
+            result = compare(trace, checkpoint, expected_tokens=tokens, judge=judge)
+        record_property(RESULT, result.to_json())
+        say(real.told(result))
     assert result.passed, result.first_divergence and result.first_divergence.line
     assert not result.coverage.taps_missing
 

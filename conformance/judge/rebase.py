@@ -82,10 +82,9 @@ class Rebase:
 
         Discrete choices that the trace holds are replayed.
         """
-        kept = {name: tap for name, tap in trace.taps.items() if name == "tokens" or tap.dtype.kind in "iu"}
         few = copy.copy(self)
         few.samples = samples
-        return Run(few, Trace(trace.metadata, kept)).free_run()
+        return Run(few, choices(trace)).free_run()
 
 
 class Run:
@@ -107,7 +106,7 @@ class Run:
             if not outputs:
                 continue
             yield from self._remembered(node, outputs)
-            if _ends_a_layer(node.outputs[0]):
+            if ends_a_layer(node.outputs[0]):
                 self._forget()
 
     def free_run(self) -> tuple[np.ndarray, np.ndarray, npt.NDArray[np.bool_]]:
@@ -116,7 +115,7 @@ class Run:
                 for side in (self.exact, self.sampled):
                     self._value(side, node.outputs[0])
                 self._taint(node.outputs[0])
-            if _ends_a_layer(node.outputs[0]):
+            if ends_a_layer(node.outputs[0]):
                 self._forget(node.outputs[0])
         doubt = self.taint["logits"]
         clear = np.zeros(self.length, bool) if doubt is None else doubt
@@ -350,5 +349,11 @@ class Run:
         return choice_row(step, tap, verdict)
 
 
-def _ends_a_layer(tap: str) -> bool:
+def choices(trace: Trace) -> Trace:
+    """What the free run takes of a trace: the tokens and the discrete choices."""
+    kept = {name: tap for name, tap in trace.taps.items() if name == "tokens" or tap.dtype.kind in "iu"}
+    return Trace(trace.metadata, kept)
+
+
+def ends_a_layer(tap: str) -> bool:
     return tap.startswith("layers.") and tap.endswith(".out") and tap.count(".") == 2
