@@ -23,7 +23,6 @@ from typing import Any
 
 from fast.errors import (
     ConfigContradictionError,
-    ConfigMissingKeyError,
     ConfigTypeError,
     ConfigValueError,
     LayerListError,
@@ -33,6 +32,7 @@ from fast.strictjson import Section, decode, naming, read_small, short
 
 MAX_LAYERS = 4096
 DSA_SPELLINGS = ("deepseek_sparse_attention", "indexed_attention", "full_attention")
+MARKERS = tuple(f"{x}_token_id" for x in ("image", "video", "image_start", "image_end", "video_start", "video_end"))
 KDA_SPELLING = "linear_attention"
 
 
@@ -172,7 +172,15 @@ def load(directory: str | os.PathLike[str]) -> Config:
             section = Section(Section(decode(data), "").need("quantization"), "quantization")
             section.only("quant_algo", "NVFP4")
             section.only("group_size", 16)
-            section.only("kv_cache_quant_algo", "FP8", None, optional=True)
+            cache = section.only("kv_cache_quant_algo", "FP8", optional=True)
+            section.strings("exclude_modules", optional=True)
+            if config.quantization is None:
+                raise ConfigContradictionError("present, but config.json has no quantization_config")
+            if (cache is None) != (config.quantization.kv_cache_bits is None):
+                raise ConfigContradictionError(
+                    f"{section.where('kv_cache_quant_algo')}: found {short(cache)}, but kv_cache_scheme of config.json "
+                    f"has {config.quantization.kv_cache_bits} bits"
+                )
     return config
 
 
@@ -198,12 +206,12 @@ def parse(raw: Any, *, sha256: str | None = None) -> Config:
         raw=raw,
         sha256=sha256,
     )
-    special = {
+    special: dict[str, tuple[int | None, ...]] = {
         "eos_token_id": config.text.eos_token_id,
         "pad_token_id": (config.text.pad_token_id,),
-        "image_token_id": (config.image_token_id,),
-        "video_token_id": (config.video_token_id,),
     }
+    for key in MARKERS:
+        special[key] = (top.integer(key, 0),) if key in raw else ()
     for key, tokens in special.items():
         for token in tokens:
             if token is not None and token >= config.text.vocab_size:
@@ -232,7 +240,6 @@ def _text(s: Section) -> TextConfig:
     ):
         s.only(key, *allowed)
     s.only("tie_word_embeddings", False, optional=True)
-    s.only("head_dim", 0, optional=True)
     s.only("attention_dropout", 0.0, 0, optional=True)
     layers = s.integer("num_hidden_layers", 1, MAX_LAYERS)
     linear = Section(s.need("linear_attn_config"), s.where("linear_attn_config"))
@@ -290,6 +297,7 @@ def _check_text(s: Section, text: TextConfig) -> None:
     """Relations between keys that a wrong computation would otherwise hide."""
     s.same("num_key_value_heads", text.num_attention_heads, "num_attention_heads")
     s.same("qk_head_dim", text.qk_head_dim, "qk_nope_head_dim + qk_rope_head_dim")
+    s.same("head_dim", text.qk_rope_head_dim, "qk_rope_head_dim")
     for key in ("num_local_experts", "num_experts"):
         s.same(key, text.n_routed_experts, "n_routed_experts")
     s.same("num_experts_per_token", text.num_experts_per_tok, "num_experts_per_tok")
@@ -388,18 +396,19 @@ def _tokens(s: Section, key: str) -> tuple[int, ...]:
 
 def _vision(s: Section) -> VisionConfig:
     s.only("model_type", "glm5_next_vision")
-    s.only("hidden_act", "silu", optional=True)
-    s.only("attention_bias", True, optional=True)
-    s.only("rope_parameters", {"rope_theta": 10000.0, "rope_type": "axial"}, None, optional=True)
+    s.only("hidden_act", "silu")
+    s.only("attention_bias", True)
+    s.only("rope_parameters", {"rope_theta": 10000.0, "rope_type": "axial"}, optional=True)
     fields = [f.name for f in dataclasses.fields(VisionConfig) if f.name not in ("rms_norm_eps", "swiglu_limit")]
     vision = VisionConfig(
         **{name: s.integer(name) for name in fields},
         rms_norm_eps=s.positive("rms_norm_eps"),
         swiglu_limit=s.positive("swiglu_limit"),
     )
-    if vision.hidden_size % vision.num_heads:
+    if vision.hidden_size % (4 * vision.num_heads):
         raise ConfigContradictionError(
-            f"vision_config.num_heads: {vision.num_heads} does not divide hidden_size {vision.hidden_size}"
+            f"vision_config.num_heads: hidden_size {vision.hidden_size} does not give {vision.num_heads} heads a width "
+            "divisible by 4, as axial positions need"
         )
     return vision
 
@@ -407,27 +416,21 @@ def _vision(s: Section) -> VisionConfig:
 def _quantization(s: Section) -> QuantizationConfig:
     s.only("quant_method", "modelopt")
     s.only("quant_algo", "NVFP4")
-    activations = False
-    groups = s.raw.get("config_groups", {})
-    for name, raw in Section(groups, s.where("config_groups")).raw.items():
-        group = Section(raw, f"{s.where('config_groups')}.{name}")
-        for side in ("weights", "input_activations"):
-            if group.raw.get(side) is None:
-                if side == "weights":
-                    raise ConfigMissingKeyError(f"{group.where(side)}: absent, and never defaulted")
-                continue
-            numbers = Section(group.raw[side], group.where(side))
-            numbers.only("num_bits", 4)
-            numbers.only("type", "float")
-            numbers.only("group_size", 16)
-            activations = activations or side == "input_activations"
-    cache = s.raw.get("kv_cache_scheme")
-    bits = None
-    if cache is not None:
-        section = Section(cache, s.where("kv_cache_scheme"))
-        bits = section.only("num_bits", 8)
-        section.only("type", "float")
-    ignore = s.raw.get("ignore", [])
-    if not isinstance(ignore, list) or not all(isinstance(v, str) for v in ignore):
-        raise ConfigTypeError(f"{s.where('ignore')}: expected a list of strings")
-    return QuantizationConfig("NVFP4", 16, activations, bits, tuple(ignore))
+    groups = Section(s.need("config_groups"), s.where("config_groups"))
+    if tuple(groups.raw) != ("group_0",):
+        raise ConfigValueError(f"{groups.path}: found {short(sorted(groups.raw))}, expected ['group_0']")
+    group = Section(groups.raw["group_0"], groups.where("group_0"))
+    group.only("targets", ["Linear"], optional=True)
+    if group.raw.get("output_activations") is not None:
+        raise ConfigValueError(f"{group.where('output_activations')}: found a scheme, expected null")
+    activations = group.raw.get("input_activations") is not None
+    for side in ("weights", "input_activations") if activations else ("weights",):
+        numbers = Section(group.need(side), group.where(side))
+        numbers.only("num_bits", 4)
+        numbers.only("type", "float")
+        numbers.only("group_size", 16)
+        numbers.only("dynamic", False)
+        numbers.only("symmetric", True, optional=True)
+    cache = s.only("kv_cache_scheme", {"dynamic": False, "num_bits": 8, "type": "float"}, optional=True)
+    bits = None if cache is None else 8
+    return QuantizationConfig("NVFP4", 16, activations, bits, s.strings("ignore"))

@@ -34,7 +34,7 @@ def _words(text: str) -> frozenset[str]:
 READ: dict[str, frozenset[str]] = {
     "": _words(
         "model_type architectures tie_word_embeddings text_config vision_config quantization_config image_token_id "
-        "video_token_id"
+        "video_token_id image_start_token_id image_end_token_id video_start_token_id video_end_token_id"
     ),
     TEXT: _words(
         "model_type dtype hidden_act scoring_func topk_method moe_router_dtype mhc mla_use_nope attention_bias "
@@ -62,7 +62,7 @@ READ: dict[str, frozenset[str]] = {
 IDLE = re.compile(
     r"architectures|model_type|auto_map|_name_or_path|_attn_implementation(_internal)?|transformers_version"
     r"|(torch_)?dtype|torchscript|use_bfloat16|use_cache|return_dict|is_decoder|is_encoder_decoder|tokenizer_class"
-    r"|(bos|sep|decoder_start|image_start|image_end|video_start|video_end)_token_id|tie_word_embeddings"
+    r"|(bos|sep|decoder_start)_token_id|tie_word_embeddings"
     r"|attention_dropout|(embd|resid)_pdrop|(hidden_)?dropout|initializer_range|chunk_size_feed_forward"
     r"|output_(attentions|hidden_states|router_logits)|router_(aux|z)_loss_coef|seq_aux|num_return_sequences"
     r"|id2label|label2id|max_length|prefix|problem_type|task_specific_params"
@@ -127,9 +127,14 @@ def _walk(path: str, section: Mapping[str, Any]) -> Iterator[Leftover]:
             continue
         elif (allowed := _switch(key)) is None:
             yield Leftover(where, value)
-        elif not any(value == one and (type(value) is type(one) or type(value) is float) for one in allowed):
+        elif not any(value == one and type(value) in _spellings(one) for one in allowed):
             wanted = ", ".join(map(repr, allowed)) or "null"
             raise ConfigValueError(f"{where}: found {short(value)}, which is not computed here; expected {wanted}")
+
+
+def _spellings(one: Any) -> tuple[type, ...]:
+    """1.0 is a way to write 1, and no way to write true."""
+    return (int, float) if type(one) is int else (type(one),)
 
 
 def _switch(key: str) -> tuple[Any, ...] | None:

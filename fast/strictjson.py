@@ -74,8 +74,9 @@ class Section:
         return value
 
     def only(self, key: str, *allowed: Any, optional: bool = False) -> Any:
-        """The value of an enum-like key; anything outside `allowed` would be computed wrongly, so it is refused."""
-        if optional and key not in self.raw:
+        """The value of an enum-like key; anything outside `allowed` would be computed wrongly, so it is refused. Null
+        stands for an absent key where that is optional."""
+        if optional and self.raw.get(key) is None:
             return None
         value = self.need(key)
         if not any(type(value) is type(a) and value == a for a in allowed):
@@ -84,8 +85,9 @@ class Section:
         return value
 
     def same(self, key: str, expected: Any, because: str) -> None:
-        if self.raw.get(key) is not None and self.raw[key] != expected:
-            found = short(self.raw[key])
+        value = self.raw.get(key)
+        if value is not None and (value != expected or type(value) not in (int, float)):
+            found = short(value)
             raise ConfigContradictionError(f"{self.where(key)}: found {found}, but {because} is {expected}")
 
     def texts(self, key: str, length: int) -> tuple[str, ...] | None:
@@ -98,6 +100,14 @@ class Section:
             raise LayerListError(
                 f"{self.where(key)}: found {len(value)} entries, expected num_hidden_layers = {length}"
             )
+        return tuple(value)
+
+    def strings(self, key: str, *, optional: bool = False) -> tuple[str, ...]:
+        value = self.raw.get(key) if optional else self.need(key)
+        if value is None and optional:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+            raise ConfigTypeError(f"{self.where(key)}: expected a list of strings")
         return tuple(value)
 
     def layers(self, key: str, count: int) -> tuple[int, ...]:

@@ -126,9 +126,16 @@ def _index(files: Files) -> tuple[list[str], dict[str, str] | None]:
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str):
             raise e.IndexFileError(f"{path}: weight_map[{e.show(name)}] is {e.show(file_name)}, expected a file name")
-    metadata = raw.get("metadata") or {}
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    files.total_size = total if type(total) is int else None
+    strange = next((key for key in raw if key not in ("weight_map", "metadata")), None)
+    if strange is not None:
+        raise e.IndexFileError(f"{path}: section {e.show(strange)}, expected weight_map and metadata")
+    metadata = raw.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise e.IndexFileError(f"{path}: metadata is {e.show(metadata)}, expected an object")
+    total = metadata.get("total_size")
+    if "total_size" in metadata and (type(total) is not int or not 0 <= total < 2**63):
+        raise e.IndexFileError(f"{path}: metadata.total_size is {e.show(total)}, expected a whole number below 2^63")
+    files.total_size = total
     names = sorted(set(weight_map.values()))
     files.problems.extend(
         e.StrayShardError(f"{directory / name}: not named by {INDEX}") for name in present if name not in names

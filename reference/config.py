@@ -24,6 +24,7 @@ from reference.keys import Unknown, UnreadKey
 
 CONFIG_CAP = 4 << 20
 
+ARCHITECTURE = "Glm5NextForConditionalGeneration"
 KDA, DSA = "kda", "dsa"
 LAYER_TYPES = {
     "linear_attention": KDA,
@@ -178,6 +179,9 @@ def parse(raw: Mapping[str, Any], *, sha256: str = "", where: str = "config.json
     unknown = Unknown()
     top = Fields(raw, where, "", unknown)
     top.enum("model_type", ("glm5_next",))
+    names = top.optional("architectures")
+    if names is not None and ARCHITECTURE not in (names if isinstance(names, list) else ()):
+        raise e.ConfigEnumError(f"{top.name('architectures')}: {e.show(names)}; expected a list with {ARCHITECTURE}")
     top.flag("tie_word_embeddings", False)
     tokens = {
         f"{kind}_token_id": top.integer(f"{kind}_token_id", 0)
@@ -185,6 +189,9 @@ def parse(raw: Mapping[str, Any], *, sha256: str = "", where: str = "config.json
         if f"{kind}_token_id" in raw
     }
     text = _text(top.child("text_config"))
+    for key, token in tokens.items():
+        if token >= text.vocab_size:
+            raise e.ConfigContradictionError(f"{top.name(key)}: token {token}, but vocab_size is {text.vocab_size}")
     vision = None
     if raw.get("vision_config") is not None:
         vision = _vision(top.child("vision_config"))
@@ -202,16 +209,20 @@ def parse(raw: Mapping[str, Any], *, sha256: str = "", where: str = "config.json
 
 def _text(f: Fields) -> TextConfig:
     f.enum("model_type", ("glm5_next_text",))
-    f.enum("dtype", ("bfloat16",), optional=True)
+    f.enum("dtype", ("bfloat16",))
     f.enum("hidden_act", ("silu",))
     f.enum("scoring_func", ("sigmoid",))
     f.enum("topk_method", ("noaux_tc",))
-    f.enum("moe_router_dtype", ("float32",), optional=True)
+    f.enum("moe_router_dtype", ("float32",))
     f.flag("tie_word_embeddings", False, optional=True)
     f.flag("mhc", True)
-    f.flag("mla_use_nope", True, optional=True)
-    f.flag("index_kpool_compress", True, optional=True)
-    f.flag("index_kpool_always_select_tail", True, optional=True)
+    f.flag("mla_use_nope", True)
+    f.flag("attention_bias", False)
+    f.flag("index_kpool_compress", True)
+    f.flag("index_kpool_always_select_tail", True)
+    dropout = f.optional("attention_dropout")
+    if dropout is not None and (type(dropout) not in (int, float) or dropout != 0):
+        raise e.ConfigUnsupportedError(f"{f.name('attention_dropout')}: {e.show(dropout)}; expected 0")
     layers = f.integer("num_hidden_layers", 1)
     linear = f.child("linear_attn_config")
     sizes: dict[str, Any] = {
@@ -236,10 +247,10 @@ def _text(f: Fields) -> TextConfig:
     text = TextConfig(
         num_hidden_layers=layers,
         eos_token_id=f.token_ids("eos_token_id", sizes["vocab_size"]),
-        pad_token_id=next(iter(f.token_ids("pad_token_id", sizes["vocab_size"])), None),
+        pad_token_id=_pad(f, sizes["vocab_size"]),
         linear_num_heads=linear.integer("num_heads", 1),
         linear_head_dim=linear.integer("head_dim", 1),
-        short_conv_kernel_size=linear.integer("short_conv_kernel_size", 1),
+        short_conv_kernel_size=linear.integer("short_conv_kernel_size", 2),
         gate_lower_bound=linear.real("gate_lower_bound", below=0.0),
         indexer_types=indexer_types,
         **sizes,
@@ -252,6 +263,12 @@ def _text(f: Fields) -> TextConfig:
     linear.finish()
     f.finish()
     return text
+
+
+def _pad(f: Fields, vocab_size: int) -> int | None:
+    if isinstance(f.optional("pad_token_id"), list):
+        raise e.ConfigTypeError(f"{f.name('pad_token_id')}: {e.show(f.raw['pad_token_id'])} is not an integer")
+    return next(iter(f.token_ids("pad_token_id", vocab_size)), None)
 
 
 def _layer_kinds(f: Fields, linear: Fields, layers: int) -> dict[str, tuple[int, ...]]:
@@ -429,8 +446,7 @@ def check_hf_quant_config(path: Path, config: ModelConfig) -> None:
     raw, _ = read_json(path)
     f = Fields(raw, str(path), "", Unknown()).child("quantization")
     f.enum("quant_algo", ("NVFP4",))
-    if f.optional("group_size") is not None:
-        f.equals("group_size", 16)
+    f.equals("group_size", 16)
     f.enum("kv_cache_quant_algo", ("FP8",), optional=True)
     if config.quantization is None:
         raise e.ConfigContradictionError(f"{path}: present, but config.json has no quantization_config")

@@ -1,5 +1,6 @@
 """Stored bytes as float32 values, and the refusal of bytes that are no usable value."""
 
+import ml_dtypes
 import numpy as np
 
 from reference import errors as e
@@ -10,7 +11,7 @@ TENSOR_SCALE, INPUT_SCALE = "weight_scale_2", "input_scale"
 
 def check(where: str, dtype: str, shape: tuple[int, ...], data: memoryview, first_row: int = 0) -> None:
     """Refuse NaN and infinity; in scales also a sign, and a weight_scale_2 that `nvfp4.usable_scale` refuses.
-    Any byte is a pair of codes, so U8 passes.
+    A convolution in F32 is used as BF16, so it has to be finite there. Any byte is a pair of codes, so U8 passes.
 
     `where` ends in the tensor's name, `first_row` is the row that `data` starts with, for the message.
     Raises `NonFiniteWeightError`, `BlockScaleError` or `TensorScaleError`.
@@ -23,6 +24,9 @@ def check(where: str, dtype: str, shape: tuple[int, ...], data: memoryview, firs
         numbers = np.frombuffer(data, "<f4").reshape(shape)
         bad = ~np.isfinite(numbers)
         kind = e.NonFiniteWeightError
+        if where.endswith("_conv1d.weight"):
+            with np.errstate(over="ignore", invalid="ignore"):
+                bad |= np.isinf(numbers.astype(ml_dtypes.bfloat16))
         if where.endswith((TENSOR_SCALE, INPUT_SCALE)):
             bad |= np.signbit(numbers)
             kind = e.TensorScaleError

@@ -115,7 +115,6 @@ VALUES = {
     TEXT + "moe_router_dtype": "bfloat16",
     TEXT + "hidden_act": "gelu",
     TEXT + "attention_bias": True,
-    TEXT + "head_dim": 64,
     TEXT + "qk_rope_head_dim": 64,
     TEXT + "index_kpool_compress": False,
     TEXT + "index_kpool_always_select_tail": False,
@@ -145,6 +144,7 @@ VALUES = {
 CONTRADICTIONS = {
     TEXT + "num_key_value_heads": 8,
     TEXT + "qk_head_dim": 320,
+    TEXT + "head_dim": 64,
     TEXT + "index_topk": 2047,
     TEXT + "pad_token_id": 154880,
     TEXT + "eos_token_id": [154820, 200000],
