@@ -88,7 +88,7 @@ class Raw:
 class Buffers:
     """What a step writes besides the state; bf16 [R, width] unless said otherwise.
 
-    hidden: the mean of the streams; core: what enters o_proj, by width; query, index_query: DSA queries; routed
+    hidden: the mean of the streams; core: what enters o_proj, by width; q_resid, query, index_query: of DSA; routed
     [R, k, I]: expert products; shared, dense: SwiGLU products; ids [R, k] int32; weights [R, k], router, logits: fp32.
     """
 
@@ -97,6 +97,7 @@ class Buffers:
     hidden: Tensor
     o: Tensor
     core: dict[int, Tensor]
+    q_resid: Tensor
     query: Tensor
     index_query: Tensor
     routed: Tensor
@@ -115,11 +116,10 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """What kernels also write while they are tapped: kda [R, H, 6, d] fp32 (kda.step), q_resid [R, Q]. `start`: tokens
-    that the sequence held before."""
+    """What the kernels also write while they are tapped: kda [R, H, 6, d] fp32 (kda.step). `start`: tokens that the
+    sequence held before."""
 
     kda: Tensor
-    q_resid: Tensor
     start: int
 
 
@@ -184,7 +184,7 @@ class DecodeStep:
         assert self.sequences == 1, self.sequences
         text, R = self.model.text, self.rows
         H, d = text.linear_num_heads, text.linear_head_dim
-        self.witness = Witness(self._new(R, H, 6, d, dtype=torch.float32), self._new(R, text.q_lora_rank), start)
+        self.witness = Witness(self._new(R, H, 6, d, dtype=torch.float32), start)
         try:
             for part in self.parts[:-1]:
                 part.launch(False)
@@ -348,8 +348,7 @@ class DecodeStep:
             yield f"{name}.indexer.pool_keys", cache.pools[0, start // slots : (start + R) // slots]
 
         def asked() -> Tapped:
-            assert self.witness is not None
-            yield f"{name}.attn.q_resid", self.witness.q_resid
+            yield f"{name}.attn.q_resid", b.q_resid
             yield f"{name}.indexer.q", b.index_query.view(R, h, -1)
             yield f"{name}.indexer.weights", weights.float() * scaled
 
@@ -365,13 +364,10 @@ class DecodeStep:
                 yield f"{name}.indexer.scores", scores
             yield f"{name}.indexer.selected", choice.selected
 
-        def query(pdl: bool) -> None:
-            normed = None if self.witness is None else self.witness.q_resid
-            products = [Product(w, out) for w, out in zip(block.queries, (b.query, b.index_query), strict=True)]
-            gemv.project(r, products, norm=block.q_norm, normed=normed, eps=index.eps, pdl=pdl)
-
-        yield Part("indexer update", lambda pdl: indexer.update(rows, index, cache, choice, pdl=pdl), taps=stored)
-        yield Part("dsa q", query, sum(w.nbytes for w in block.queries), taps=asked)
+        q = indexer.Query(r, block.q_norm, b.q_resid)
+        queries = [Product(w, out) for w, out in zip(block.queries, (b.query, b.index_query), strict=True)]
+        yield Part("indexer update", lambda pdl: indexer.update(rows, index, cache, choice, q, pdl=pdl), taps=stored)
+        yield self._products("dsa q", b.q_resid, queries, asked)
         absorb, partial, merge = mla.launches(
             b.query, block.kv_b, cache.latents, choice.selected, choice.count, b.mla, core
         )
@@ -475,6 +471,7 @@ class DecodeStep:
             hidden=new(R, D),
             o=new(R, D),
             core={n: new(R, n) for n in {x.o.shape[1] for x in mixers}},
+            q_resid=new(R, text.q_lora_rank),
             query=new(R, heads * text.qk_nope_head_dim),
             index_query=new(R, text.index_n_heads * text.index_head_dim),
             routed=new(R, k, text.moe_intermediate_size),

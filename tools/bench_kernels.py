@@ -83,7 +83,7 @@ class Kernels:
         yield self.products("dsa in", D, [Q, t.kv_lora_rank, t.index_head_dim, t.index_head_dim, t.index_n_heads])
         heads = t.num_attention_heads
         queries = [heads * t.qk_nope_head_dim, t.index_n_heads * t.index_head_dim]
-        yield self.products("dsa q", Q, queries, norm=self.make.norm(Q), eps=t.rms_norm_eps)
+        yield self.products("dsa q", Q, queries)
         yield self.products("dsa o", heads * t.v_head_dim, [D])
         yield self.products("dense up", D, [t.intermediate_size], "swiglu", limit=t.swiglu_limit)
         yield self.products("dense down", t.intermediate_size, [D])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from math import ceil
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from tools.errors import UsageError
 
 Launch = Callable[[], Any]
+LONG = 2.0
+"""Milliseconds that a measured graph takes at least, a few hundred times what starting it costs."""
 FETCHED = 1 << 28
 """Bytes of weights that launches on one shape walk through, so that none is still in a cache when its turn comes."""
 
@@ -37,8 +40,9 @@ def described() -> dict[str, Any]:
     }
 
 
-def recorded(launch: Launch) -> torch.cuda.CUDAGraph:
-    """What `launch` puts on the stream, as a graph; it runs once before, which loads and compiles what it needs."""
+def recorded(launch: Launch, passes: int = 1) -> torch.cuda.CUDAGraph:
+    """What `launch` puts on the stream, `passes` times, as a graph; it runs once before, which loads and compiles what
+    it needs."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -46,7 +50,8 @@ def recorded(launch: Launch) -> torch.cuda.CUDAGraph:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch()
+        for _ in range(passes):
+            launch()
     return graph
 
 
@@ -64,8 +69,13 @@ def milliseconds(run: Launch, repeats: int, warm: int = 3) -> float:
 
 
 def replayed(launch: Launch, repeats: int = 20) -> float:
-    """Median milliseconds of `launch` as a graph."""
-    return milliseconds(recorded(launch).replay, repeats)
+    """Median milliseconds of `launch` inside a graph.
+
+    A graph takes some microseconds to start. It is recorded as often as makes it LONG, so that they do not count.
+    """
+    once = milliseconds(recorded(launch).replay, 3)
+    passes = max(1, ceil(LONG / once))
+    return milliseconds(recorded(launch, passes).replay, repeats) / passes
 
 
 def read_bandwidth(size: int = 1 << 32, repeats: int = 10) -> float:

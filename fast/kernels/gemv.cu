@@ -29,16 +29,13 @@
 #ifndef STAGES
 #define STAGES 8  // ring slots of 1 KiB a warp: whole blocks of CW chunks, or a part of one that divides it
 #endif
-#ifndef NORM
-#define NORM 0    // 1: x is RMS-normalised on the way in
-#endif
 #ifndef ARGMAX
 #define ARGMAX 0  // 1: lm_head, ends in the argmax of every row
 #endif
 #define DEPTH (STAGES < CW ? 1 : STAGES / CW)   // blocks of chunks in the ring
 #define SLOTS (STAGES < CW ? STAGES : DEPTH * CW)
 #define WARPS 16
-#define GROUP (SEGMENTS == 1 ? 1 : 2)  // tiles accumulated side by side, so that x is reloaded once per segment
+#define GROUP (SEGMENTS == 1 && CW > 3 ? 1 : 2)  // tiles whose sums end together: x is loaded once for both, short ones pay once
 #define MAX_MATRICES 8
 
 enum Kind { OUT_BF16 = 0, OUT_F32 = 1, OUT_SWIGLU = 2, OUT_ROUTER = 3, OUT_ARGMAX = 4 };
@@ -52,15 +49,14 @@ struct Gemv {
     Matrix matrix[MAX_MATRICES];
     Router router;
     Planner planner;         // what the router's choice is turned into
-    const u8 *x, *norm;      // x [R, ldx] bf16; norm [k] bf16: RMSNorm applied to x first (one K segment only)
-    u8 *normed;              // [R, k]: x behind the norm, or null
+    const u8 *x;             // [R, ldx] bf16
     float *best;             // argmax candidates [blocks, 8] values, then [blocks, 8] indices
     int *token, *position;   // argmax result [R]; positions [R] to advance, or null
     u32 *counter;            // argmax: blocks finished
     Sinkhorn side;           // this, the expert choice and its plan are done by one block `beside` those of the tiles
     const float *router_logits;  // [R, experts]
     int matrices, tiles, blocks, rows, k, ldx, router_tiles, beside, rehearse;
-    float eps, limit;
+    float limit;
 };
 
 // Walks the blocks' (tile group, segment, tile of the group); a, b: where the lane's two weight rows begin there.
@@ -100,34 +96,6 @@ DEVICE void load_x(const Gemv &p, int segment, int warp, int g, int t, u32 (&x)[
         const uint4 v = in ? load16(p.x + 2ll * ((long long)g * p.ldx + k)) : make_uint4(0, 0, 0, 0);
         x[c][0] = v.x, x[c][1] = v.y, x[c][2] = v.z, x[c][3] = v.w;
     }
-}
-
-// x <- bf16(w x / sqrt(mean x^2 + eps)), the mean over the whole row; partial sums in warp order.
-DEVICE void normalise_x(const Gemv &p, int warp, int g, int t, u32 (&x)[CW][4], float *scratch) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int c = 0; c < CW; ++c)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum += bf16_low(x[c][i]) * bf16_low(x[c][i]) + bf16_high(x[c][i]) * bf16_high(x[c][i]);
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    if (t == 0) scratch[warp * 8 + g] = sum;
-    __syncthreads();
-    sum = 0.0f;
-    for (int w = 0; w < WARPS; ++w) sum += scratch[w * 8 + g];
-    const float scale = inverse_root(sum / (float)p.k + p.eps);
-#pragma unroll
-    for (int c = 0; c < CW; ++c) {
-        const int k = (warp * CW + c) * 32 + t * 8;
-        const uint4 w = !TAIL || k < p.k ? *(const uint4 *)(p.norm + 2 * k) : make_uint4(0, 0, 0, 0);
-        const u32 ww[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            x[c][i] = pack_bf16(bf16_low(x[c][i]) * scale * bf16_low(ww[i]), bf16_high(x[c][i]) * scale * bf16_high(ww[i]));
-        if (p.normed && (int)blockIdx.x == p.beside && g < p.rows && (!TAIL || k < p.k))
-            *(uint4 *)(p.normed + 2 * ((long long)g * p.k + k)) = make_uint4(x[c][0], x[c][1], x[c][2], x[c][3]);
-    }
-    __syncthreads();
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gemv(const __grid_constant__ Gemv p) {
@@ -204,7 +172,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gemv(const __grid_co
             pdl_wait();
             if (ROUTER) pdl_launch();  // behind the wait: experts_up may then read x before its own
             load_x(p, 0, warp, g, t, x);
-            if (NORM && SEGMENTS == 1) normalise_x(p, warp, g, t, x, partial);
         }
         float c[GROUP][4] = {};
 #pragma unroll 1
@@ -227,59 +194,60 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gemv(const __grid_co
                     }
                 }
         }
-#pragma unroll 1
+        if (GROUP > 1) __syncthreads();  // the sums of the group before have been read
+#pragma unroll
         for (int i = 0; i < GROUP; ++i) {
-            const bool live = first >= 0;
-            if (first + i >= mine) break;
-            float *const out = partial + parity * (WARPS * 128);
-            parity ^= 1;
-            const bool one = GROUP > 1 && i;
+            float *const out = partial + (GROUP > 1 ? i : parity) * (WARPS * 128);
             if (2 * t < p.rows) {
-                *(float2 *)(out + warp * 128 + g * 8 + 2 * t) = make_float2(one ? c[GROUP - 1][0] : c[0][0], one ? c[GROUP - 1][1] : c[0][1]);
-                *(float2 *)(out + warp * 128 + (g + 8) * 8 + 2 * t) = make_float2(one ? c[GROUP - 1][2] : c[0][2], one ? c[GROUP - 1][3] : c[0][3]);
+                *(float2 *)(out + warp * 128 + g * 8 + 2 * t) = make_float2(c[i][0], c[i][1]);
+                *(float2 *)(out + warp * 128 + (g + 8) * 8 + 2 * t) = make_float2(c[i][2], c[i][3]);
             }
-            __syncthreads();
-            if (threadIdx.x >= 128) continue;
-            const int r = threadIdx.x >> 3, column = threadIdx.x & 7;  // weight row of the tile, input row
-            const int tile = live ? self + (first + i) * p.blocks : self;
-            const Matrix &q = p.matrix[matrix_of(p, tile)];
-            const bool pair = q.kind == OUT_SWIGLU;
-            const int n = (tile - q.tile0) * (pair ? 8 : 16) + r;
-            float part[WARPS], sum = 0.0f;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) part[w] = out[w * 128 + threadIdx.x];
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) sum += part[w];
-            if (pair) {  // rows 8..15 of the tile are up: they hand their sums to the threads of rows 0..7
-                if (r >= 8) out[threadIdx.x] = sum;
-                named_barrier(1, 128);
-                sum = swiglu(sum, out[64 + (threadIdx.x & 63)], p.limit);
-            }
-            if (live && column < p.rows && n < q.rows && (!pair || r < 8)) {
-                const long long at = (long long)column * q.ld + n;
-                if (q.kind == OUT_BF16 || pair) ((u16 *)q.out)[at] = to_bf16(sum);
-                else ((float *)q.out)[at] = sum;
-                if (ARGMAX && (sum > best || (sum == best && n < best_index))) best = sum, best_index = n;
-            }
-#if ROUTER
-            if (live && q.kind == OUT_ROUTER) {
-                fence();
-                named_barrier(1, 128);
-                if (threadIdx.x == 0) atomicAdd(p.router.counter, 1u);
-            }
-#endif
         }
+        __syncthreads();
+        const bool live = first >= 0;
+        const int i = threadIdx.x >> 7, id = threadIdx.x & 127;  // tile of the group
+        float *const out = partial + (GROUP > 1 ? i : parity) * (WARPS * 128);
+        parity ^= 1;
+        if (i >= GROUP || first + i >= mine) continue;
+        const int r = id >> 3, column = id & 7;  // weight row of the tile, input row
+        const int tile = live ? self + (first + i) * p.blocks : self;
+        const Matrix &q = p.matrix[matrix_of(p, tile)];
+        const bool pair = q.kind == OUT_SWIGLU;
+        const int n = (tile - q.tile0) * (pair ? 8 : 16) + r;
+        float part[WARPS], sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) part[w] = out[w * 128 + id];
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) sum += part[w];
+        if (pair) {  // rows 8..15 of the tile are up: they hand their sums to the threads of rows 0..7
+            if (r >= 8) out[id] = sum;
+            named_barrier(1 + 2 * i, 128);
+            sum = swiglu(sum, out[64 + (id & 63)], p.limit);
+        }
+        if (live && column < p.rows && n < q.rows && (!pair || r < 8)) {
+            const long long at = (long long)column * q.ld + n;
+            if (q.kind == OUT_BF16 || pair) ((u16 *)q.out)[at] = to_bf16(sum);
+            else ((float *)q.out)[at] = sum;
+            if (ARGMAX && (sum > best || (sum == best && n < best_index))) best = sum, best_index = n;
+        }
+#if ROUTER
+        if (live && q.kind == OUT_ROUTER) {
+            fence();
+            named_barrier(1 + 2 * i, 128);
+            if (id == 0) atomicAdd(p.router.counter, 1u);
+        }
+#endif
     }
     copy_wait<0>();
 
 #if ARGMAX
     {
         __syncthreads();
-        int *const index = (int *)(partial + 128);
-        if (threadIdx.x < 128) partial[threadIdx.x] = best, index[threadIdx.x] = best_index;
+        int *const index = (int *)(partial + GROUP * 128);
+        if (threadIdx.x < GROUP * 128) partial[threadIdx.x] = best, index[threadIdx.x] = best_index;
         __syncthreads();
         if (threadIdx.x < 8) {
-            for (int r = 0; r < 16; ++r) {
+            for (int r = 0; r < 16 * GROUP; ++r) {
                 const float v = partial[r * 8 + threadIdx.x];
                 const int n = index[r * 8 + threadIdx.x];
                 if (v > best || (v == best && n < best_index) || r == 0) best = v, best_index = n;

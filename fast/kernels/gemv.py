@@ -43,14 +43,13 @@ class _Gemv(Parameters):
         ("matrix", _Matrix * MATRICES),
         ("router", RouterStruct),
         ("planner", PlannerStruct),
-        *((name, Pointer) for name in ("x", "norm", "normed", "best", "token", "position", "counter")),
+        *((name, Pointer) for name in ("x", "best", "token", "position", "counter")),
         ("side", SinkhornStruct),
         ("router_logits", Pointer),
         *(
             (name, Int)
             for name in ("matrices", "tiles", "blocks", "rows", "k", "ldx", "router_tiles", "beside", "rehearse")
         ),
-        ("eps", Float),
         ("limit", Float),
     )
 
@@ -93,13 +92,11 @@ def depth(chunks: int, *, roomy: bool) -> int:
     return 9 if chunks == 3 else STAGES
 
 
-def variant(
-    K: int, *, roomy: bool = True, norm: bool = False, experts: int = 0, argmax: bool = False, streams: int = STREAMS
-) -> Variant:
+def variant(K: int, *, roomy: bool = True, experts: int = 0, argmax: bool = False, streams: int = STREAMS) -> Variant:
     """`experts`: of a router product, 0 without one; `streams`: of the mHC mix that is finished beside it."""
     chunks, segments = split(K)
     tail = CHUNK * WARPS * chunks * segments != K
-    flags = [("TAIL", int(tail)), ("NORM", int(norm)), ("ROUTER", -(-experts // 32)), ("ARGMAX", int(argmax))]
+    flags = [("TAIL", int(tail)), ("ROUTER", -(-experts // 32)), ("ARGMAX", int(argmax))]
     flags.append(("C", streams if streams != STREAMS else 0))
     shape = (("CW", chunks), ("SEGMENTS", segments), ("STAGES", depth(chunks, roomy=roomy)))
     return Variant("gemv", (*shape, *((name, value) for name, value in flags if value)))
@@ -127,9 +124,6 @@ def project(
     x: Tensor,
     products: Sequence[Product],
     *,
-    norm: Tensor | None = None,
-    normed: Tensor | None = None,
-    eps: float = 0.0,
     limit: float = 0.0,
     router: Router | None = None,
     argmax: Argmax | None = None,
@@ -137,8 +131,7 @@ def project(
     side: SinkhornStruct | None = None,
     pdl: bool = False,
 ) -> None:
-    """All products of x [R, K] in one launch. With `norm` [K] x is RMS-normalised first (K at most 4096); `normed`
-    [R, K] bf16, if given, receives it.
+    """All products of x [R, K] in one launch.
 
     `router` takes the logits of the one product of kind router and writes the expert choice; `argmax` takes those of
     the one of kind argmax. `planner` (experts.planner) turns the choice into a plan; `side` (mhc.side) is done by one
@@ -146,7 +139,7 @@ def project(
     """
     (R, K), device = x.shape, x.device.index
     assert 0 < len(products) <= MATRICES, len(products)
-    p = _Gemv(x=address(x), norm=address(norm), rows=R, k=K, ldx=x.stride(0), eps=eps, limit=limit)
+    p = _Gemv(x=address(x), rows=R, k=K, ldx=x.stride(0), limit=limit)
     p.rehearse = int(pdl)
     counters, tiles = driver.scratch(device), 0
     for i, q in enumerate(products):
@@ -181,12 +174,6 @@ def project(
         assert [q.kind for q in products] == ["argmax"], [q.kind for q in products]
         p.best, p.token, p.position = address(argmax.best), address(argmax.token), address(argmax.position)
         p.counter = counters.data_ptr() + 4
-    assert norm is None or split(K)[1] == 1, K
-    if normed is not None:
-        assert norm is not None
-        assert (normed.shape, normed.dtype) == ((R, K), torch.bfloat16), (tuple(normed.shape), normed.dtype)
-        assert normed.is_contiguous(), normed.stride()
-        p.normed = address(normed)
     chunks, _ = split(K)
     stages = depth(chunks, roomy=driver.roomy(device))
     slots = stages if stages < chunks else stages // chunks * chunks
@@ -195,7 +182,6 @@ def project(
     which = variant(
         K,
         roomy=driver.roomy(device),
-        norm=norm is not None,
         experts=experts,
         argmax=argmax is not None,
         streams=STREAMS if side is None else side.streams,

@@ -1,4 +1,4 @@
-// The DSA indexer of decode rows: state update (latent, index key, pool key), pool scores, selection.
+// The DSA indexer of decode rows: norms and state update (q_resid, latent, index key, pool key), pool scores, selection.
 //
 // Row r belongs to sequence r / tokens and is its (r % tokens)-th new token; position[s] counts the tokens the sequence held
 // before this step. A row sees n = position + r % tokens + 1 tokens and P = n / POOL complete pools.
@@ -19,44 +19,50 @@
 
 struct Indexer {
     const u8 *kv, *key, *gate, *query, *weights;  // rows of bf16: kv_a, wk and gate products, wq_b and weights_proj products
+    const u8 *q_a, *q_norm;                       // q_a product [R, q_rank] bf16, [q_rank]
+    u8 *q_resid;                                  // [R, q_rank] bf16
     const u8 *kv_norm, *key_weight, *key_bias, *ape;  // [L], [ID], [ID], [POOL, ID] bf16
     u8 *latents, *pools, *ring;  // [S, capacity, L], [S, pool_capacity, ID], [S, ring_slots, 2, ID] bf16
     const int *position;         // [S]
     float *scores;               // [R, pool_capacity]
     int *selected, *count;       // [R, width], [R]
     int rows, tokens, latent, capacity, pool_capacity, ring_slots, topk, width;
-    int ld_kv, ld_key, ld_gate, ld_query, ld_weights;
+    int ld_kv, ld_key, ld_gate, ld_query, ld_weights, q_rank, ld_q_a;
     float rms_eps;
 };
 
 DEVICE int visible(const Indexer &p, int row) { return load_i32(p.position + row / p.tokens) + row % p.tokens + 1; }
 
+// to <- bf16(weight from / sqrt(mean from^2 + eps)) of n values, by a block; sums in thread, then warp order.
+DEVICE void rms_norm(const u8 *from, const u8 *weight, u8 *to, int n, float eps) {
+    __shared__ float squares[32];
+    const int tid = threadIdx.x, warps = blockDim.x >> 5;
+    float square = 0.0f;
+#pragma unroll 1
+    for (int i = tid; i < n; i += blockDim.x) {
+        const float v = load_bf16(from + 2 * i);
+        square += v * v;
+    }
+    square = warp_sum(square);
+    __syncthreads();
+    if ((tid & 31) == 0) squares[tid >> 5] = square;
+    __syncthreads();
+    square = 0.0f;
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) square += squares[w];
+    const float scale = inverse_root(square / (float)n + eps);
+#pragma unroll 1
+    for (int i = tid; i < n; i += blockDim.x)
+        *(u16 *)(to + 2 * i) = to_bf16(load_bf16(from + 2 * i) * scale * bf16_to_float(*(const u16 *)(weight + 2 * i)));
+}
+
 // latents <- rms(kv); ring <- (LayerNorm(key), gate); pools <- the pool that the token completes. Block = sequence.
 DEVICE void indexer_store(const Indexer &p, int sequence) {
-    __shared__ float squares[32];
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, warps = blockDim.x >> 5;
     for (int token = 0; token < p.tokens; ++token) {
         const long long row = (long long)sequence * p.tokens + token;
         const int at = load_i32(p.position + sequence) + token;
-        float square = 0.0f;
-#pragma unroll 1
-        for (int i = tid; i < p.latent; i += blockDim.x) {
-            const float v = load_bf16(p.kv + 2 * (row * p.ld_kv + i));
-            square += v * v;
-        }
-        square = warp_sum(square);
-        __syncthreads();
-        if (lane == 0) squares[warp] = square;
-        __syncthreads();
-        square = 0.0f;
-#pragma unroll 4
-        for (int w = 0; w < warps; ++w) square += squares[w];
-        const float scale = inverse_root(square / (float)p.latent + p.rms_eps);
-#pragma unroll 1
-        for (int i = tid; i < p.latent; i += blockDim.x) {
-            const float v = load_bf16(p.kv + 2 * (row * p.ld_kv + i)) * scale * bf16_to_float(*(const u16 *)(p.kv_norm + 2 * i));
-            *(u16 *)(p.latents + 2 * (((long long)sequence * p.capacity + at) * p.latent + i)) = to_bf16(v);
-        }
+        rms_norm(p.kv + 2 * row * p.ld_kv, p.kv_norm, p.latents + 2 * ((long long)sequence * p.capacity + at) * p.latent, p.latent, p.rms_eps);
         if (warp >= warps - CHANNELS) {  // each of the last warps: the statistics of the whole key, then 32 of its channels
             float x[CHANNELS], sum = 0.0f, spread = 0.0f;
 #pragma unroll
@@ -93,7 +99,9 @@ DEVICE void indexer_store(const Indexer &p, int sequence) {
 extern "C" __global__ void __launch_bounds__(512) indexer_update(const __grid_constant__ Indexer p) {
     pdl_launch();
     pdl_wait();
-    indexer_store(p, blockIdx.x);
+    const int sequences = p.rows / p.tokens, row = (int)blockIdx.x - sequences;
+    if (row < 0) indexer_store(p, blockIdx.x);
+    else rms_norm(p.q_a + 2ll * row * p.ld_q_a, p.q_norm, p.q_resid + 2ll * row * p.q_rank, p.q_rank, p.rms_eps);
 }
 
 // scores[r, pool] = sum_h w[h] HEADS^-0.5 relu(q[h] . key ID^-0.5), fp32, heads summed in mma row order. grid (blocks, rows);

@@ -16,16 +16,14 @@ from fast.kernels.driver import Float, Int, Parameters, Pointer, address
 
 class _Indexer(Parameters):
     _fields_ = (
-        *(
-            (name, Pointer)
-            for name in ("kv", "key", "gate", "query", "weights", "kv_norm", "key_weight", "key_bias", "ape")
-        ),
+        *((name, Pointer) for name in ("kv", "key", "gate", "query", "weights", "q_a", "q_norm", "q_resid")),
+        *((name, Pointer) for name in ("kv_norm", "key_weight", "key_bias", "ape")),
         *((name, Pointer) for name in ("latents", "pools", "ring", "position", "scores", "selected", "count")),
         *(
             (name, Int)
             for name in ("rows", "tokens", "latent", "capacity", "pool_capacity", "ring_slots", "topk", "width")
         ),
-        *((name, Int) for name in ("ld_kv", "ld_key", "ld_gate", "ld_query", "ld_weights")),
+        *((name, Int) for name in ("ld_kv", "ld_key", "ld_gate", "ld_query", "ld_weights", "q_rank", "ld_q_a")),
         ("rms_eps", Float),
     )
 
@@ -74,6 +72,15 @@ class Rows:
     weights: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Query:
+    """q_a [R, Q] bf16, the q_a_proj product (rows may be strided); norm [Q] bf16; resid [R, Q] bf16 takes the result."""
+
+    q_a: Tensor
+    norm: Tensor
+    resid: Tensor
+
+
 def variant(heads: int, width: int, slots: int) -> Variant:
     return Variant("indexer", (("HEADS", heads), ("ID", width), ("POOL", slots)))
 
@@ -82,7 +89,9 @@ def supported(heads: int, width: int, slots: int) -> bool:
     return heads <= 32 and width % 32 == 0 and width <= 256 and slots <= 16
 
 
-def _launch(name: str, rows: Rows, weights: Weights, cache: Cache, choice: Choice, pdl: bool) -> None:
+def _launch(
+    name: str, rows: Rows, weights: Weights, cache: Cache, choice: Choice, pdl: bool, q: Query | None = None
+) -> None:
     S, capacity, L = cache.latents.shape
     (slots, p), R = weights.ape.shape, rows.kv.shape[0]
     assert supported(weights.heads, p, slots), (weights.heads, p, slots)
@@ -97,7 +106,13 @@ def _launch(name: str, rows: Rows, weights: Weights, cache: Cache, choice: Choic
     own = (weights.kv_norm, weights.key_weight, weights.key_bias, weights.ape)
     for x in (*own, cache.latents, cache.pools, cache.ring, choice.scores, choice.selected):
         assert x.is_contiguous(), x.stride()
-    v = _Indexer(*map(address, parts), *map(address, own))
+    v = _Indexer(*map(address, parts))
+    v.kv_norm, v.key_weight, v.key_bias, v.ape = map(address, own)
+    if q is not None:
+        Q = q.norm.shape[0]
+        assert q.q_a.shape == q.resid.shape == (R, Q), (tuple(q.q_a.shape), tuple(q.resid.shape), R, Q)
+        assert q.resid.is_contiguous(), q.resid.stride()
+        v.q_a, v.q_norm, v.q_resid, v.q_rank, v.ld_q_a = *map(address, (q.q_a, q.norm, q.resid)), Q, q.q_a.stride(0)
     v.latents, v.pools, v.ring, v.position = map(address, (cache.latents, cache.pools, cache.ring, cache.position))
     v.scores, v.selected, v.count = map(address, (choice.scores, choice.selected, choice.count))
     v.rows, v.tokens, v.latent, v.capacity, v.pool_capacity = R, R // S, L, capacity, cache.pools.shape[1]
@@ -105,16 +120,19 @@ def _launch(name: str, rows: Rows, weights: Weights, cache: Cache, choice: Choic
     v.ld_kv, v.ld_key, v.ld_gate, v.ld_query, v.ld_weights = (x.stride(0) for x in parts)
     device = cache.latents.device.index
     grid, threads = {
-        "indexer_update": ((S, 1, 1), 512),
+        "indexer_update": ((S + (0 if q is None else R), 1, 1), 512),
         "indexer_score": ((driver.processors(device), R, 1), 256),
         "indexer_select": ((R, 1, 1), 1024),
     }[name]
     driver.kernel(variant(weights.heads, p, slots), name, device)(grid, threads, v, pdl=pdl)
 
 
-def update(rows: Rows, weights: Weights, cache: Cache, choice: Choice, *, pdl: bool = False) -> None:
-    """Normalise and store the rows' latents, index keys and gates; form the pool keys they complete."""
-    _launch("indexer_update", rows, weights, cache, choice, pdl)
+def update(
+    rows: Rows, weights: Weights, cache: Cache, choice: Choice, q: Query | None = None, *, pdl: bool = False
+) -> None:
+    """Normalise and store the rows' latents, index keys and gates; form the pool keys they complete. Blocks beside them
+    normalise `q`."""
+    _launch("indexer_update", rows, weights, cache, choice, pdl, q)
 
 
 def score(rows: Rows, weights: Weights, cache: Cache, choice: Choice, *, pdl: bool = False) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fast.kernels import experts, gemv, indexer, kda, mhc, mla
+from fast.kernels import experts, indexer, kda, mhc, mla
 from fast.kernels.experts import Bank
 
 
@@ -80,7 +80,7 @@ def unsupported(text: Any) -> str | None:
         "MLA widths": (text.qk_nope_head_dim, text.v_head_dim, text.kv_lora_rank) == (mla.N, mla.O, mla.L),
         "indexer": indexer.supported(text.index_n_heads, text.index_head_dim, text.index_kpool),
         "moe_intermediate_size": experts.supported(text.hidden_size, text.moe_intermediate_size),
-        "q_lora_rank": text.q_lora_rank % 8 == 0 and gemv.split(text.q_lora_rank)[1] == 1,
+        "q_lora_rank": text.q_lora_rank % 8 == 0,
     }
     return next((name for name, good in checks.items() if not good), None)
 

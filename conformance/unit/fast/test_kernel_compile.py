@@ -33,7 +33,7 @@ def variants(target: str) -> list[Variant]:
     roomy = target in ROOMY
     inputs = [gemv.variant(K, roomy=roomy) for K in (D, 64 * 128, 64 * 256, F)]
     special = [
-        gemv.variant(Q, roomy=roomy, norm=True),
+        gemv.variant(Q, roomy=roomy),
         gemv.variant(D, roomy=roomy, experts=E),
         gemv.variant(D, roomy=roomy, argmax=True),
         kda.variant(128, fused=True, roomy=roomy),

@@ -116,6 +116,30 @@ def test_the_state_update(held: list[int], T: int, p: int, slots: int, kind: str
         assert torch.equal(before, after), "a place that no token belongs to was written"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("held", "T", "Q"), [([0, 9, 4], 2, 1536), ([5], 1, 1536), ([1], 8, 40)])
+def test_the_query_norm_beside_the_update(held: list[int], T: int, Q: int, kind: str) -> None:
+    """A row's norm does not depend on the other rows, and the state is what it is without a query."""
+    case, alone, R = Case(len(held), T, held), Case(len(held), T, held), len(held) * T
+    joint, norm = values(kind, R, Q + 8, seed=63), values("normal", Q, seed=64)
+    q_a, resid = joint[:, :Q], torch.full((R, Q), float("nan"), dtype=torch.bfloat16, device=CUDA)
+    indexer.update(case.rows, case.weights, case.cache, case.choice, indexer.Query(q_a, norm, resid))
+    indexer.update(alone.rows, alone.weights, alone.cache, alone.choice)
+    assert torch.equal(case.cache.latents, alone.cache.latents)
+    assert torch.equal(case.cache.ring, alone.cache.ring)
+
+    def truth(noise: Noise) -> tuple[Tensor, ...]:
+        wide = q_a.double()
+        unit = wide / (noise.f32(wide.square().mean(-1, keepdim=True), 64) + case.weights.eps).sqrt()
+        return (noise.bf16(noise.f32(unit * norm.double(), 4)),)
+
+    ((exact, allowed),) = chain(truth, seed=65)
+    check(resid, exact, allowed)
+    last, one = Case(1, 1, held[-1:]), torch.empty(1, Q, dtype=torch.bfloat16, device=CUDA)
+    indexer.update(last.rows, last.weights, last.cache, last.choice, indexer.Query(q_a[-1:], norm, one))
+    assert torch.equal(one[0], resid[-1])
+
+
 def expected(scores: Tensor, n: int, slots: int, topk: int) -> list[int]:
     """Lowest index wins: a stable descending sort."""
     pools = n // slots
