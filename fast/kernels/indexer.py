@@ -74,7 +74,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """q_a [R, Q] bf16, the q_a_proj product (rows may be strided); norm [Q] bf16; resid [R, Q] bf16 takes the result."""
+    """q_a [R, Q] bf16, the q_a_proj product (rows may be strided); norm [Q] bf16; resid [R, Q] bf16: the result."""
 
     q_a: Tensor
     norm: Tensor
