@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from conformance.checkpoints.geometry import geometry
 from tools import bench_timing as timing
-
-LAYERS = (4, 7)
-"""Of the released model: KDA and experts, DSA and experts."""
+from tools import bench_transformers
 
 
 def attempt(name: str, package: str, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -38,44 +34,7 @@ def version(package: str) -> str:
 
 def layers(context: int, own: float) -> list[dict[str, Any]]:
     """Decoding with whole layers after `context` tokens. `own`: milliseconds a layer of the captured step."""
-    return [attempt("transformers, eager", "transformers", lambda: transformers_layer(context, own))]
-
-
-def transformers_layer(context: int, own: float, repeats: int = 8) -> dict[str, Any]:
-    """The public classes, BF16, one KDA and one DSA layer of full width with all experts: mean milliseconds a layer."""
-    from transformers.cache_utils import DynamicCache
-    from transformers.models.glm5_next import modeling_glm5_next as modeling
-    from transformers.models.glm5_next.configuration_glm5_next import Glm5NextTextConfig
-
-    settings: dict[str, Any] = geometry("full", layers=LAYERS, vocab=2048).config["text_config"] | {
-        "pad_token_id": None
-    }
-    settings |= {"attn_implementation": "eager", "experts_implementation": "eager"}
-    config = Glm5NextTextConfig(**settings)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with timing.device():
-            model = modeling.Glm5NextTextModel(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    key = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    ids = torch.randint(0, config.vocab_size, (1, context), device=timing.device())
-    cache = DynamicCache(config=model.config)
-
-    def feed(part: torch.Tensor) -> None:
-        model(input_ids=part, use_cache=True, **{key: cache})
-
-    with torch.no_grad():
-        feed(ids)
-        ms = timing.milliseconds(lambda: feed(ids[:, :1]), repeats) / len(LAYERS)
-    fla = importlib.util.find_spec("fla") is not None
-    return {
-        "version": version("transformers"),
-        "fla": version("fla-core") if fla else "not installed",
-        "ms_a_layer": ms,
-        "own_ms_a_layer": own,
-        "times_slower": ms / own,
-    }
+    return [attempt("transformers, eager", "transformers", lambda: bench_transformers.measure(context, own))]
 
 
 def recurrent_kda(sequences: int, heads: int, width: int, bandwidth: float) -> dict[str, Any]:
