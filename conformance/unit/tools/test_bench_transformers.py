@@ -1,5 +1,6 @@
 """The peer's measurement, all but the clock, at a size for a CPU."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -39,11 +40,11 @@ def test_only_filling_goes_round_the_chunked_kernel(monkeypatch):
     for name in (bench.CHUNKED, bench.RECURRENT):
         usual = getattr(layers.modeling, name)
 
+        @functools.wraps(usual)
         def noted(*args, name=name, usual=usual, **kwargs):
             called.append(name)
             return usual(*args, **kwargs)
 
-        noted.__wrapped__ = usual
         monkeypatch.setattr(layers.modeling, name, noted)
     layers.fill(torch.zeros((1, 6), dtype=torch.long), 4, lambda text: None)
     assert called == []
