@@ -22,8 +22,7 @@ from fast import shards
 from fast.loader import _Loader, load
 from reference import errors as e
 from reference import nvfp4, shard
-from reference.checkpoint import Checkpoint, open_checkpoint
-from tools.inspect import inspect
+from reference.checkpoint import Checkpoint, departures, open_checkpoint, scan
 
 T = "model.language_model."
 EXPERT_2 = f"{T}layers.3.mlp.experts.2."
@@ -179,16 +178,16 @@ def test_fb34_shard_shorter_than_its_header_says(tmp_path, side, cut):
 
 
 def test_fb38_missing_input_scale_names_the_expert(tmp_path):
-    """`inspect` fails and names it; the oracle, whose arithmetic is weight-only, opens the rest."""
+    """It is told and named; the oracle, whose arithmetic is weight-only, opens the rest."""
     directory = copy_of(tmp_path, "nvidia")
     tensors = edit.read_tensors(directory)
     gone = {name for name in tensors if name.startswith(EXPERT_2) and name.endswith("input_scale")}
     assert len(gone) == 3
     edit.write_tensors(directory, {name: stored for name, stored in tensors.items() if name not in gone})
     assert open_checkpoint(directory).has(f"{EXPERT_2}up_proj.weight")
-    problems = inspect(directory, quiet=True)["problems"]
-    assert [problem["kind"] for problem in problems] == ["MissingScaleError"] * 3
-    assert all("input_scale is missing (layer 3, expert 2)" in problem["message"] for problem in problems)
+    told = departures(scan(directory))
+    assert [type(error) for error in told] == [e.MissingScaleError] * 3
+    assert all("input_scale is missing (layer 3, expert 2)" in str(error) for error in told)
 
 
 def test_fb38_input_scale_is_never_multiplied_in(tmp_path):

@@ -222,6 +222,16 @@ def test_tensors_stored_as_they_may_be_are_listed_and_fail_nothing(tmp_path, cap
     assert "1 problems" in capsys.readouterr().out
 
 
+def test_a_missing_input_scale_is_a_problem_though_nothing_here_reads_it(tmp_path):
+    directory = copy_of(tmp_path, "nvidia", "odd")
+    tensors = edit.read_tensors(directory)
+    del tensors[f"{T}layers.3.mlp.experts.2.up_proj.input_scale"]
+    edit.write_tensors(directory, tensors)
+    (problem,) = inspect(directory, read_values=False)["problems"]
+    assert problem["kind"] == "MissingScaleError"
+    assert "input_scale is missing (layer 3, expert 2)" in problem["message"]
+
+
 def test_quiet_prints_nothing(capsys):
     assert glm53("inspect", shared("libertai", "odd"), "--quiet", "--headers-only") == 0
     assert capsys.readouterr() == ("", "")
