@@ -15,14 +15,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fast.graph import DecodeStep, KdaState, Raw, Tap
+from fast.graph import ALIGN, DecodeStep, KdaState, Raw, Tap
 from fast.kernels import compile as compiler
 from fast.kernels import experts, gemv, kda, layers
 from fast.state import DsaState, Replay, State
 from fast.state import KdaState as Kda
 
 LEAST = 2048
-"""Tokens of room at first; doubled when it is exceeded."""
+"""Tokens of room at first; doubled when it is exceeded, unless room for the text to come was reserved."""
+
+LEAST_KEYS = 64
+"""Selected tokens in a part of the attention, on the devices that take the least (`mla.keys`)."""
+
+
+def room_for(text: Any, tokens: int) -> int:
+    """Tokens that the caches of the kernels hold once `tokens` are reserved: at least `LEAST`, in whole pools."""
+    return -(-max(tokens, LEAST) // text.index_kpool) * text.index_kpool
+
+
+def step_bytes(text: Any, capacity: int) -> int:
+    """What the steps of 1 to `gemv.ROWS` tokens hold beside weights and states, over caches of `capacity`.
+
+    Each row count has buffers of its own, and in them each layer its projections. The parts of the attention are those
+    of the device that has most of them; the kilobytes that depend on its number of processors are left out.
+    """
+    H, d, heads, slots = text.linear_num_heads, text.linear_head_dim, text.num_attention_heads, text.index_kpool
+    D, C, k, p, h = text.hidden_size, text.hc_mult, text.num_experts_per_tok, text.index_head_dim, text.index_n_heads
+    Q, L, q_width, o_width = text.q_lora_rank, text.kv_lora_rank, heads * text.qk_head_dim, heads * text.v_head_dim
+    width = text.index_topk + slots - 1
+    projections = {"kda": (H * d, H * d, H * d, kda.RANK, kda.RANK, H), "dsa": (Q, L, p, p, h)}
+    raw = {kind: sum(-(-n // ALIGN) * ALIGN for n in widths) for kind, widths in projections.items()}
+    stored = [(C + 3) * D, H * d, o_width, Q, q_width, h * p, k * text.moe_intermediate_size]
+    stored += [text.shared_intermediate_size, text.intermediate_size, heads * L]
+    stored += [raw[text.layer_kind(i)] for i in range(text.num_hidden_layers)]
+    words = [text.n_routed_experts, 2 * k, text.vocab_size, width + 1, capacity // slots, 4 * C * (C + 1), 1]
+    words += [-(-width // LEAST_KEYS) * heads * (L + 2)]
+    row = 2 * sum(stored) + 4 * sum(words)
+    return gemv.ROWS * (gemv.ROWS + 1) // 2 * row + gemv.ROWS * experts.PLAN_BYTES
 
 
 def unsupported(model: Any) -> str | None:
@@ -41,6 +70,11 @@ def unsupported(model: Any) -> str | None:
     except compiler.KernelTargetError as error:
         return str(error)
     ranks = {layer.attn.f_b.shape[1] for layer in model.layers if layer.kind == "kda"}
+    return unsupported_config(text, ranks)
+
+
+def unsupported_config(text: Any, ranks: set[int]) -> str | None:
+    """As `unsupported`, of the geometry alone; `ranks` are the gate ranks of the KDA layers."""
     if ranks - {kda.RANK} or text.linear_head_dim != kda.RANK:
         return f"config: KDA head width {text.linear_head_dim}, gate rank {sorted(ranks)}"
     reason = layers.unsupported(text)
@@ -64,6 +98,14 @@ class Decoder:
         self.loaded: set[int] = set()
         """Row counts whose kernels have all been launched since the room last grew: these can be recorded."""
         self.owner: Callable[[], State | None] = lambda: None
+
+    @torch.inference_mode()
+    def reserve(self, state: State, tokens: int) -> None:
+        """Caches that hold `tokens` tokens (`room_for` says how many) without growing, and `state` in them. Larger ones
+        that are there already stay."""
+        if room_for(self.model.text, tokens) > self.capacity:
+            self._grow(room_for(self.model.text, tokens))
+        self._move(state)
 
     @torch.inference_mode()
     def run(self, ids: Tensor, state: State, tap: Tap | None = None) -> Tensor:
@@ -134,10 +176,7 @@ class Decoder:
             self._leave(previous)
         self.owner = weakref.ref(state)
         if state.length > self.capacity:
-            self.capacity = max(LEAST, state.length, 2 * self.capacity)
-            self.steps.clear()
-            self.loaded.clear()
-            self.capacity = self._step(1).capacity
+            self._grow(max(room_for(self.model.text, state.length), 2 * self.capacity))
         for own, layer in zip(self._step(1).states, state.layers.values(), strict=True):
             if isinstance(own, KdaState):
                 assert isinstance(layer, Kda)
@@ -158,6 +197,13 @@ class Decoder:
                 if not _same(layer.keys, ring):
                     ring[:, 0], ring[:, 1] = layer.keys, layer.gates
                     layer.keys, layer.gates = ring.unbind(1)
+
+    def _grow(self, capacity: int) -> None:
+        """States and steps anew; whose tensors were the old states goes on holding them until it is moved."""
+        self.capacity = capacity
+        self.steps.clear()
+        self.loaded.clear()
+        self.capacity = self._step(1).capacity
 
     def _leave(self, state: State) -> None:
         for own, layer in zip(self._step(1).states, state.layers.values(), strict=True):

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from fast import reader
+from fast import decoder, reader
 from fast.binding import Section, bind_plan, packing
 from fast.config import Config, TextConfig
 from fast.errors import HardwareError
@@ -333,19 +333,33 @@ def plan(
     prefill_rows: int = 2048,
     logit_rows: int | None = None,
 ) -> Plan:
-    """Everything one rank holds while loading and while serving one sequence of `context` tokens."""
+    """Everything one rank holds while loading and while serving one sequence of `context` tokens.
+
+    Where the kernels of calls of few tokens cover the geometry (`fast.decoder`, one rank), the caches are theirs and
+    their steps count as a workspace.
+    """
     weights = weights_plan(config, tensors, mesh, mtp=mtp, vision=vision, on_host=False)
     loading = weights.peak if machine.unified else weights.peak_device
+
+    text = config.text
+    kernels = mesh.world == 1 and decoder.unsupported_config(text, {gate_rank} if text.kda_layers else set()) is None
+
+    def state(n: int) -> dict[str, int]:
+        found = state_bytes(config, mesh, n, drafts=drafts, mtp=mtp)
+        if kernels:
+            found |= state_bytes(config, mesh, decoder.room_for(text, n), drafts=drafts)
+        return found
 
     def scratch(n: int) -> dict[str, int]:
         rows = max(min(prefill_rows, n), drafts + 1)
         shared = workspace_bytes(workspace_layout(config, mesh, rows, gate_rank, mtp=mtp))
         vocabulary = config.text.vocab_size // (1 if mesh.vocab == "replicated" else mesh.tp)
+        if kernels:
+            shared["decode steps"] = decoder.step_bytes(text, decoder.room_for(text, n))
         return shared | {"logits": 4 * (logit_rows or rows) * vocabulary, "temporaries": TEMPORARIES}
 
     def serving(n: int) -> int:
-        state = state_bytes(config, mesh, n, drafts=drafts, mtp=mtp)
-        return weights.resident + sum(scratch(n).values()) + sum(state.values())
+        return weights.resident + sum(scratch(n).values()) + sum(state(n).values())
 
     longest, step = 0, 1 << config.text.max_position_embeddings.bit_length()
     while step := step // 2:
@@ -358,7 +372,7 @@ def plan(
         context=context,
         hardware=machine,
         weights=weights,
-        state=state_bytes(config, mesh, context, drafts=drafts, mtp=mtp),
+        state=state(context),
         workspaces=scratch(context),
         serving=serving(context),
         peak=peak,

@@ -93,9 +93,12 @@ class TextModel:
         return State({layer.name: layer.attn.fresh(self.device) for layer in self.layers})
 
     def reset(self, room: int = 0) -> None:
-        """Forget every token, and make caches for `room` of them."""
+        """Forget every token, and make caches for `room` of them, where kernels or torch operations want them."""
         self.state = self.fresh()
-        self.state.reserve(room)
+        if self.kernels is not None and room:
+            self.kernels.reserve(self.state, room)
+        else:
+            self.state.reserve(room)
 
     def operands(self, name: str) -> dict[str, Tensor]:
         """What was bound for one checkpoint weight."""

@@ -6,6 +6,7 @@ shape, and how states are moved, counted, cut back and laid aside.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ import pytest
 import torch
 
 from conformance import taps
-from conformance.checkpoints import make
+from conformance.checkpoints import geometry, make
 from conformance.checkpoints.shared import shared
 from conformance.narrow import narrow
 from conformance.unit.fast.runs import tokens
-from fast import decoder
+from fast import decoder, layout, memory
+from fast.config import parse
 from fast.graph import DecodeStep
-from fast.kernels import driver, gemv
+from fast.kernels import driver, gemv, mla
 from fast.linear import ROWS
 from fast.model import TextModel
+from fast.sharding import Mesh
+from fast.state import DsaState
 from reference.checkpoint import open_checkpoint
 
 LAYERS = (0, 3, 4)
@@ -143,3 +147,96 @@ def test_why_there_are_no_kernels(directory: Path) -> None:
     assert model.kernels is None
     assert model.without_kernels == "no CUDA device"
     assert TextModel(shared("nvidia"), kernels=False).without_kernels == "not asked for"
+
+
+def reachable(value: Any) -> dict[int, torch.Tensor]:
+    """{address: tensor} of what a step's buffers and projections hold."""
+    if isinstance(value, torch.Tensor):
+        return {value.data_ptr(): value}
+    found: dict[int, torch.Tensor] = {}
+    if dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    for one in value if isinstance(value, list | tuple) else ():
+        found |= reachable(one)
+    return found
+
+
+def held(kernels: decoder.Decoder) -> int:
+    """Bytes of all steps beside weights, states, and the scratch whose size is the device's."""
+    total = 0
+    for step in kernels.steps.values():
+        tensors = reachable((step.buffers, step.raw, step.token))
+        total += sum(x.nbytes for at, x in tensors.items() if at != step.buffers.best.data_ptr())
+    return total
+
+
+def caches(model: TextModel) -> dict[str, int]:
+    """The allocations of a state, by their names in a plan."""
+    found: dict[str, int] = {}
+    for layer in model.state.layers.values():
+        if isinstance(layer, DsaState):
+            sizes = {"latent cache": layer.latents.data, "pool keys": layer.pools.data}
+            named = {name: x.nbytes for name, x in sizes.items()}
+            named["index tails"] = layer.keys.nbytes + layer.gates.nbytes
+        else:
+            named = {"KDA state": layer.matrix.nbytes, "KDA convolution": layer.history.nbytes}
+        for name, n in named.items():
+            found[name] = found.get(name, 0) + n
+    return found
+
+
+@pytest.mark.parametrize("tokens_", [50, 301])
+@pytest.mark.parametrize(("name", "layers"), [("narrow", LAYERS), ("narrow-odd", (0, 1, 4))])
+def test_the_room_that_is_reserved_is_that_of_the_plan(
+    model: Pretended, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, layers: tuple[int, ...], tokens_: int
+) -> None:
+    """Caches of the kernels and steps of every row count, to the byte; none of it grows until the last token."""
+    monkeypatch.setattr(decoder, "LEAST", 32)
+    monkeypatch.setattr(driver, "shared_limit", lambda device: 99 * 1024)
+    assert mla.keys(0) == decoder.LEAST_KEYS
+    if name != "narrow":
+        model = Pretended(make(tmp_path / name, "nvidia", narrow(name, layers), 0))
+    kernels, text = model.kernels, model.config.text
+    assert kernels is not None
+    planned = plan(model, tokens_)
+    model.reset(tokens_)
+    room = kernels.capacity
+    assert tokens_ <= room < tokens_ + text.index_kpool
+    assert caches(model) == planned.state
+    for T in range(1, ROWS + 1):
+        kernels._step(T)
+    assert held(kernels) == planned.workspaces["decode steps"]
+    first = kernels.steps[1]
+    model.prefill(tokens(4, tokens_ - 9, text.vocab_size))
+    model.prefill(tokens(5, 8, text.vocab_size))
+    model.decode(3)
+    assert model.state.length == tokens_
+    assert caches(model) == planned.state
+    assert kernels.steps[1] is first
+    # A shorter text later finds its room there; one token more than was reserved makes it grow.
+    model.reset(tokens_ - 20)
+    assert kernels.steps[1] is first
+    assert lengths(model) == {0}
+    model.reset(room + 1)
+    assert kernels.capacity == room + text.index_kpool
+
+
+def plan(model: TextModel, context: int) -> memory.Plan:
+    gate_rank = model.weights.tensor("model.language_model.layers.0.self_attn.f_a_proj.weight").shape[0]
+    shapes = layout.export_tensors(model.config, "nvidia", gate_rank)
+    return memory.plan(model.config, shapes, Mesh(), memory.HARDWARE["h200"], gate_rank=gate_rank, context=context)
+
+
+def test_nothing_is_planned_for_kernels_that_do_not_run(model: Pretended) -> None:
+    """Several ranks, or a geometry that they do not cover, take torch operations: their caches alone count."""
+    gate_rank, config = 128, model.config
+    shapes = layout.export_tensors(config, "nvidia", gate_rank)
+    options: Any = {"gate_rank": gate_rank, "context": 50}
+    ranks = memory.plan(config, shapes, Mesh(2), memory.HARDWARE["h200"], **options)
+    assert "decode steps" not in ranks.workspaces
+    assert ranks.state["latent cache"] == memory.cache_bytes(config.text, 50)[0]
+    parsed = parse(geometry("tiny").config)
+    shapes, options["gate_rank"] = layout.export_tensors(parsed, "nvidia", 16), 16
+    assert "decode steps" not in memory.plan(parsed, shapes, Mesh(), memory.HARDWARE["h200"], **options).workspaces
