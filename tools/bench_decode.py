@@ -28,6 +28,8 @@ from tools.progress import step_bar
 
 ROOM = 512
 """Tokens of room behind the context, for the steps that are timed."""
+WARM_STEPS = 30
+"""Steps in front of those that are timed."""
 KEPT_FREE = 24 << 30
 """Bytes left beside the weights, for states and workspaces."""
 
@@ -124,7 +126,7 @@ def measure(
     chosen = distinct_experts(step)
     step.capture()
     filled(step, context, seed=rows)
-    ms = timing.milliseconds(step.replay, repeats)
+    ms = timing.milliseconds(step.replay, repeats, WARM_STEPS)
     size = step_bytes(step, chosen, context)
     found: dict[str, Any] = {
         "rows": rows,

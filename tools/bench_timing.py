@@ -15,6 +15,8 @@ from tools.errors import UsageError
 Launch = Callable[[], Any]
 LONG = 2.0
 """Milliseconds that a measured graph takes at least, a few hundred times what starting it costs."""
+WARM = 150.0
+"""Milliseconds of work in front of a measurement."""
 FETCHED = 1 << 28
 """Bytes of weights that launches on one shape walk through, so that none is still in a cache when its turn comes."""
 
@@ -71,11 +73,13 @@ def milliseconds(run: Launch, repeats: int, warm: int = 3) -> float:
 def replayed(launch: Launch, repeats: int = 20) -> float:
     """Median milliseconds of `launch` inside a graph.
 
-    A graph takes some microseconds to start. It is recorded as often as makes it LONG, so that they do not count.
+    A graph takes some microseconds to start: it is recorded as often as makes it LONG, so that they do not count. And
+    a device that did nothing has low clocks: it is kept busy for WARM before.
     """
     once = milliseconds(recorded(launch).replay, 3)
     passes = max(1, ceil(LONG / once))
-    return milliseconds(recorded(launch, passes).replay, repeats) / passes
+    warm = ceil(WARM / (once * passes))
+    return milliseconds(recorded(launch, passes).replay, repeats, warm) / passes
 
 
 def read_bandwidth(size: int = 1 << 32, repeats: int = 10) -> float:
