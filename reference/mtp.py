@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -45,11 +45,11 @@ class PackedExperts:
     """
 
     def __init__(self, checkpoint: Checkpoint, experts: str) -> None:
-        self._checkpoint, self._experts = checkpoint, experts
+        self.checkpoint, self._experts = checkpoint, experts
 
     def weight(self, name: str) -> np.ndarray:
-        values = self._checkpoint.weight(name)
-        if not name.startswith(self._experts) or self._checkpoint.dtype(name) != "BF16":
+        values = self.checkpoint.weight(name)
+        if not name.startswith(self._experts) or self.checkpoint.dtype(name) != "BF16":
             return values
         return nvfp4.decode(*nvfp4.encode(values, name=name), name=name)
 
@@ -57,10 +57,10 @@ class PackedExperts:
         return self.weight(name)[start:stop] if name.startswith(self._experts) else self._rows(name, start, stop)
 
     def _rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self._checkpoint.rows(name, start, stop)
+        return self.checkpoint.rows(name, start, stop)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._checkpoint.shape(name)
+        return self.checkpoint.shape(name)
 
 
 class Block:
@@ -77,14 +77,14 @@ class Block:
             raise NoMtpBlockError(f"{where}: num_nextn_predict_layers is 0: no MTP block, no drafts")
         if experts not in ("packed", "stored"):
             raise ValueError(f"experts must be packed or stored, not {experts!r}")
-        scope = f"{TEXT}layers.{index}."
-        source: Source = target.checkpoint
+        self.scope = f"{TEXT}layers.{index}."
+        self.source: Source = target.checkpoint
         if experts == "packed":
-            source = PackedExperts(target.checkpoint, f"{scope}mlp.experts.")
+            self.source = PackedExperts(target.checkpoint, f"{self.scope}mlp.experts.")
         self.target, self.config, self.ar = target, target.config, target.ar
-        self.w = Weights(source, scope)
-        self.attn = Dsa(self.ar, self.config, self.w.at("self_attn."), target.options)
-        self.ffn = Moe(self.ar, self.config, self.w.at("mlp."), target.options)
+        self.w = Weights(self.source, self.scope)
+        self.attn: Any = Dsa(self.ar, self.config, self.w.at("self_attn."), target.options)
+        self.ffn: Any = Moe(self.ar, self.config, self.w.at("mlp."), target.options)
 
     def beside(self, target: TextModel) -> Block:
         """The same block, with all that was decoded of it, for a copy of the target in another arithmetic."""
@@ -132,7 +132,7 @@ class Block:
 
         `selected` [.., T, W]: attend to these rows; the indexer is not run. Taps are `mtp.*`, without logits.
         """
-        report = reporter(tap, "mtp.")
+        report = self.reporter(tap)
         z = self.z(hidden, tokens)
         report("z", z)
         x = self.mixer_input(z)
@@ -151,6 +151,14 @@ class Block:
         logits = self.target.logits(y)
         reporter(tap, "mtp.")("logits", logits)
         return logits
+
+    def reporter(self, tap: Tap | None) -> Tap:
+        """A tap that puts `mtp.` before the name."""
+        return reporter(tap, "mtp.")
+
+    def without_indexer(self, tap: Tap | None) -> Tap | None:
+        """A tap that does not hear `mtp.indexer.*`."""
+        return _without_indexer(tap)
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         return rms_norm(self.ar, x, self.w.array(f"{name}.weight"), self.config.rms_norm_eps, f"mtp.{name}")
@@ -269,7 +277,7 @@ class Speculation:
         assert chosen is not None
         chosen, drafts, sources = chosen[-1:], list[int](), list[np.ndarray]()
         share = self.block.config.index_share_for_mtp_iteration
-        listen = _without_indexer(tap) if share else tap
+        listen = self.block.without_indexer(tap) if share else tap
         for step in range(K):
             if step:
                 chosen = np.concatenate([chosen, np.full((1, 1), state.length, np.int32)], axis=-1)

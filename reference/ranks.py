@@ -156,6 +156,40 @@ class Fan:
             tap(name, value)
 
 
+def each(mesh: Mesh, tap: Tap | None, run: Callable[[int, Tap | None], np.ndarray]) -> list[np.ndarray]:
+    """run(rank, its tap) for every rank, in rank order; then the whole's tap gets the joined values.
+
+    Raises `RankDisagreementError`.
+    """
+    fan = tap if isinstance(tap, Fan) else Fan(tap, None)
+    heard: list[dict[str, np.ndarray]] = [{} for _ in range(mesh.world)]
+
+    def listener(rank: int) -> Tap | None:
+        if fan.whole is None and fan.ranks is None:
+            return None
+
+        def listen(name: str, value: np.ndarray) -> None:
+            heard[rank][name] = value
+            if fan.ranks is not None:
+                fan.ranks[rank](name, value)
+
+        return listen
+
+    parts = [run(rank, listener(rank)) for rank in range(mesh.world)]
+    for name in heard[0]:
+        whole = join(name, [taps.get(name) for taps in heard], mesh)
+        if fan.whole is not None:
+            fan.whole(name, whole)
+    return parts
+
+
+def reduce_over_tp(ar: Arithmetic, parts: Sequence[np.ndarray], mesh: Mesh, where: str, point: str) -> np.ndarray:
+    """The sum over the first TP group; the others must hold the same. Raises `RankDisagreementError`."""
+    for rank in range(mesh.tp, len(parts)):
+        agree(f"{where}.{point} before the all-reduce", parts[rank % mesh.tp], parts[rank], rank % mesh.tp, rank)
+    return reduce(ar, parts[: mesh.tp], point) if mesh.tp > 1 else parts[0]
+
+
 class ShardedLayer(Layer):
     """A layer whose mixer and MLP run on all ranks. `ranks` are the layers as each rank has them."""
 
@@ -174,47 +208,17 @@ class ShardedLayer(Layer):
         """As `Layer.mixer`, after the all-reduce. `state` is the whole layer's. Raises `RankDisagreementError`."""
         state = self.attn.fresh(x.shape[:-2]) if state is None else state
         states = [state_part(state, self._mesh(rank)) for rank in range(self.mesh.world)]
-        parts = self._each(tap, lambda rank, tap: self.ranks[rank].mixer(x, states[rank], tap, selected, pad))
+        parts = each(self.mesh, tap, lambda rank, tap: self.ranks[rank].mixer(x, states[rank], tap, selected, pad))
         for item, value in vars(join_state(f"layers.{self.index}", states, self.mesh)).items():
             setattr(state, item, value)
-        return self._summed_over_tp(parts, "attn.out")
+        return reduce_over_tp(self.ar, parts, self.mesh, f"layers.{self.index}", "attn.out")
 
     def mlp(self, x: np.ndarray, tap: Tap | None = None, indices: np.ndarray | None = None, pad: int = 0) -> np.ndarray:
         """As `Layer.mlp`, after the all-reduce. Raises `RankDisagreementError`."""
-        parts = self._each(tap, lambda rank, tap: self.ranks[rank].mlp(x, tap, indices, pad))
+        parts = each(self.mesh, tap, lambda rank, tap: self.ranks[rank].mlp(x, tap, indices, pad))
         if self.sparse and self.mesh.world > 1:
             return reduce(self.ar, parts, "mlp.out")
-        return self._summed_over_tp(parts, "mlp.out")
-
-    def _summed_over_tp(self, parts: list[np.ndarray], point: str) -> np.ndarray:
-        """The sum over the first TP group; the others must hold the same."""
-        tp = self.mesh.tp
-        for rank in range(tp, len(parts)):
-            agree(f"layers.{self.index}.{point} before the all-reduce", parts[rank % tp], parts[rank], rank % tp, rank)
-        return reduce(self.ar, parts[:tp], point) if tp > 1 else parts[0]
-
-    def _each(self, tap: Tap | None, run: Callable[[int, Tap | None], np.ndarray]) -> list[np.ndarray]:
-        """run(rank, its tap) for every rank, in rank order; then the whole's tap gets the joined values."""
-        fan = tap if isinstance(tap, Fan) else Fan(tap, None)
-        heard: list[dict[str, np.ndarray]] = [{} for _ in range(self.mesh.world)]
-
-        def listener(rank: int) -> Tap | None:
-            if fan.whole is None and fan.ranks is None:
-                return None
-
-            def listen(name: str, value: np.ndarray) -> None:
-                heard[rank][name] = value
-                if fan.ranks is not None:
-                    fan.ranks[rank](name, value)
-
-            return listen
-
-        parts = [run(rank, listener(rank)) for rank in range(self.mesh.world)]
-        for name in heard[0]:
-            whole = join(name, [taps.get(name) for taps in heard], self.mesh)
-            if fan.whole is not None:
-                fan.whole(name, whole)
-        return parts
+        return reduce_over_tp(self.ar, parts, self.mesh, f"layers.{self.index}", "mlp.out")
 
     def _mesh(self, rank: int) -> Mesh:
         return replace(self.mesh, rank=rank)

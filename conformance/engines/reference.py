@@ -12,18 +12,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from conformance.engines.base import BaseEngine, Hidden, drafts, feed, told
-from conformance.errors import EngineOptionError
 from conformance.trace import Recorder
 from reference.checkpoint import open_checkpoint
 from reference.model import TextModel
 from reference.mtp import Block, Speculation
-from reference.ranks import NotOnRankError, RankSource, ShardedModel
+from reference.ranked_mtp import ShardedBlock
+from reference.ranks import Fan, NotOnRankError, RankSource, ShardedModel
 
 
 class ReferenceEngine(BaseEngine):
     """Options: `arithmetic` (exact, bf16, stochastic), `seed` (stochastic only), `kda` (recurrent, chunked),
     `kda_chunk`, `mla` (expanded, absorbed), `mtp` (drafts after the input; 0 leaves the draft block out), `tp` and `ep`
-    (all ranks in this process; without drafts)."""
+    (all ranks in this process)."""
 
     name: ClassVar[str] = "reference"
     version: ClassVar[str] = importlib.metadata.version("glm53-conformance")
@@ -49,9 +49,8 @@ class ReferenceEngine(BaseEngine):
         self.config, self.export = self.checkpoint.config, self.checkpoint.export
         settings = {key: self.settings[key] for key in self.settings if key not in ("mtp", "tp", "ep")}
         if self.mesh.world > 1:
-            if self.drafts:
-                raise EngineOptionError(f"engine reference: mtp {self.drafts} on {self.mesh.world} ranks, expected 0")
             self.ranked = ShardedModel(self.checkpoint, self.mesh.tp, self.mesh.ep, **settings)
+            self.ranked_block = ShardedBlock(self.ranked) if self.drafts else None
             return
         self.model = TextModel(self.checkpoint, **settings)
         self.block = Block(self.model) if self.drafts else None
@@ -67,7 +66,11 @@ class ReferenceEngine(BaseEngine):
 
     def _run_ranks(self, ids: np.ndarray, schedule: Any, recorders: Sequence[Recorder], taps: str) -> None:
         self.ranked.reset()
-        logits = feed(_Fanned(self.ranked, recorders), ids, schedule, self.config.text.vocab_size, self._watched)
+        fanned, hidden = _Fanned(self.ranked, recorders), Hidden(self._watched)
+        logits = feed(fanned, ids, schedule, self.config.text.vocab_size, hidden)
+        if self.ranked_block is not None:
+            told = Fan(None, fanned.taps)
+            Speculation(self.ranked_block).observe(np.concatenate(hidden.parts), ids, schedule.cuts, self.drafts, told)
         for recorder in recorders:
             recorder("logits", logits)
 
