@@ -27,13 +27,11 @@
 #define TAIL 0    // 1: K does not fill its segments
 #endif
 #ifndef STAGES
-#define STAGES 8  // ring slots of 1 KiB a warp: whole blocks of CW chunks, or a part of one that divides it
+#define STAGES 10  // ring slots of 1 KiB a warp, one chunk of 16 rows each
 #endif
 #ifndef ARGMAX
 #define ARGMAX 0  // 1: lm_head, ends in the argmax of every row
 #endif
-#define DEPTH (STAGES < CW ? 1 : STAGES / CW)   // blocks of chunks in the ring
-#define SLOTS (STAGES < CW ? STAGES : DEPTH * CW)
 #define WARPS 16
 #define GROUP (SEGMENTS == 1 && CW > 3 ? 1 : 2)  // tiles whose sums end together: x is loaded once for both, short ones pay once
 #define MAX_MATRICES 8
@@ -100,7 +98,7 @@ DEVICE void load_x(const Gemv &p, int segment, int warp, int g, int t, u32 (&x)[
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gemv(const __grid_constant__ Gemv p) {
     extern __shared__ __align__(128) u8 memory[];
-    float *const partial = (float *)(memory + WARPS * SLOTS * 1024);  // [2][WARPS][16][8]
+    float *const partial = (float *)(memory + WARPS * STAGES * 1024);  // [2][WARPS][16][8]
 #if ARGMAX
     __shared__ int is_last;
 #endif
@@ -136,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gemv(const __grid_co
         }
         return;
     }
-    const u32 ring = shared_address(memory) + warp * SLOTS * 1024 + lane * 16;
+    const u32 ring = shared_address(memory) + warp * STAGES * 1024 + lane * 16;
     const int mine = (p.tiles - 1 - self) / p.blocks + 1;
 
     Cursor cursor = {};
@@ -150,20 +148,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gemv(const __grid_co
         }
         copy_commit();
     };
-    if (STAGES < CW) {
-#pragma unroll
-        for (int s = 0; s < STAGES; ++s) load(s, ring + s * 1024);
-    } else {
+    // The cursor is STAGES chunks ahead of the products.
 #pragma unroll 1
-        for (int d = 0; d < DEPTH; ++d) {
-#pragma unroll
-            for (int j = 0; j < CW; ++j) load(j, ring + (d * CW + j) * 1024);
-            if (more) more = advance(p, cursor, mine, warp, g, t);
-        }
+    for (int s = 0; s < STAGES; ++s) {
+        if (s && s % CW == 0 && more) more = advance(p, cursor, mine, warp, g, t);
+        load(s % CW, ring + s * 1024);
     }
     if (!ROUTER) pdl_launch();
 
-    u32 x[CW][4], block = ring;  // block: slots of the chunks being multiplied
+    u32 x[CW][4], slot = ring;
     float best = -INFINITY;
     int best_index = 0x7fffffff, parity = 0;
 #pragma unroll 1
@@ -182,15 +175,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gemv(const __grid_co
                 if (first + i < mine) {
 #pragma unroll
                     for (int j = 0; j < CW; ++j) {
-                        if (STAGES < CW && j == CW - STAGES && more) more = advance(p, cursor, mine, warp, g, t);
-                        const u32 slot = block + (STAGES < CW ? j % STAGES : j) * 1024;
-                        copy_wait<SLOTS - 1>();
+                        copy_wait<STAGES - 1>();
                         mma_chunk(c[i], shared16(slot), shared16(slot + 512), x[j]);
-                        load(STAGES < CW ? (j + STAGES) % CW : j, slot);
-                    }
-                    if (STAGES >= CW) {
-                        if (more) more = advance(p, cursor, mine, warp, g, t);
-                        if (DEPTH > 1) block = block + CW * 1024 == ring + SLOTS * 1024 ? ring : block + CW * 1024;
+                        if ((j + STAGES) % CW == 0 && more) more = advance(p, cursor, mine, warp, g, t);
+                        load((j + STAGES) % CW, slot);
+                        slot = slot == ring + (STAGES - 1) * 1024 ? ring : slot + 1024;
                     }
                 }
         }

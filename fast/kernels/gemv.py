@@ -20,7 +20,7 @@ from fast.kernels.router import Router, RouterStruct
 
 ROWS = 8
 MATRICES = 8
-WARPS, STAGES, CHUNK, WIDEST, NARROW = 16, 8, 32, 8, 4
+WARPS, CHUNK, WIDEST, NARROW = 16, 32, 8, 4
 STREAMS = 4
 """Streams that the source assumes (sinkhorn.cuh)."""
 KINDS = ("bf16", "f32", "swiglu", "router", "argmax")
@@ -77,6 +77,11 @@ class Argmax:
     position: Tensor | None = None
 
 
+def stages(*, roomy: bool) -> int:
+    """Ring slots of a warp: more bytes on the way than these gain nothing, or what shared memory has room for."""
+    return 10 if roomy else 4
+
+
 def split(K: int) -> tuple[int, int]:
     """K -> (chunks a warp owns, K segments): one segment up to 4096, else segments of 2048."""
     chunks = -(-K // (CHUNK * WARPS))
@@ -85,20 +90,13 @@ def split(K: int) -> tuple[int, int]:
     return NARROW, -(-chunks // NARROW)
 
 
-def depth(chunks: int, *, roomy: bool) -> int:
-    """Ring slots of a warp: about 8, in whole blocks of `chunks`; half where shared memory is short."""
-    if not roomy:
-        return STAGES // 2
-    return 9 if chunks == 3 else STAGES
-
-
 def variant(K: int, *, roomy: bool = True, experts: int = 0, argmax: bool = False, streams: int = STREAMS) -> Variant:
     """`experts`: of a router product, 0 without one; `streams`: of the mHC mix that is finished beside it."""
     chunks, segments = split(K)
     tail = CHUNK * WARPS * chunks * segments != K
     flags = [("TAIL", int(tail)), ("ROUTER", -(-experts // 32)), ("ARGMAX", int(argmax))]
     flags.append(("C", streams if streams != STREAMS else 0))
-    shape = (("CW", chunks), ("SEGMENTS", segments), ("STAGES", depth(chunks, roomy=roomy)))
+    shape = (("CW", chunks), ("SEGMENTS", segments), ("STAGES", stages(roomy=roomy)))
     return Variant("gemv", (*shape, *((name, value) for name, value in flags if value)))
 
 
@@ -174,10 +172,7 @@ def project(
         assert [q.kind for q in products] == ["argmax"], [q.kind for q in products]
         p.best, p.token, p.position = address(argmax.best), address(argmax.token), address(argmax.position)
         p.counter = counters.data_ptr() + 4
-    chunks, _ = split(K)
-    stages = depth(chunks, roomy=driver.roomy(device))
-    slots = stages if stages < chunks else stages // chunks * chunks
-    shared = WARPS * slots * 1024 + 2 * WARPS * 128 * 4
+    shared = WARPS * stages(roomy=driver.roomy(device)) * 1024 + 2 * WARPS * 128 * 4
     experts = p.router.experts if router is not None else 0
     which = variant(
         K,
