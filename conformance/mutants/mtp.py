@@ -71,9 +71,9 @@ def _first_stream() -> Patch:
         self.__dict__.setdefault("first_stream", []).append(one)
         return original(self, streams, tap)
 
-    def reset(original: Any, self: Any) -> None:
+    def reset(original: Any, self: Any, room: int = 0) -> None:
         self.__dict__.pop("first_stream", None)
-        original(self)
+        original(self, room)
 
     def run(original: Any, self: Any, hidden: Tensor, *rest: Any, **named: Any) -> Any:
         kept, start = torch.cat(self.target.first_stream), self.state.length
@@ -276,12 +276,12 @@ def _rejected_rows(original: Any, self: Any, limit: int, stop: Any = ()) -> list
         del self.target.verify, self._see
 
 
-def _prompt_unseen(original: Any, self: Any, tokens: Any, tap: Any = None) -> int:
+def _prompt_unseen(original: Any, self: Any, tokens: Any, tap: Any = None, room: int = 0) -> int:
     """The block starts with the newest token: it has not read the prompt."""
     see = self._see
     self._see = lambda hidden, after, tap=None: see(hidden[-1:], after[-1:], tap)
     try:
-        return original(self, tokens, tap)
+        return original(self, tokens, tap, room)
     finally:
         del self._see
 

@@ -66,7 +66,7 @@ def encoder(
 
 
 def _no_zero_rule(amax: Tensor) -> Tensor:
-    return amax.float() / 2688.0
+    return (amax.float() / 2688.0).abs()
 
 
 def _nothing(*args: Any) -> None:

@@ -7,7 +7,9 @@ opened model (`patch.edit`). Everything is restored afterwards; models are made 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,10 +113,25 @@ def replace(target: str, value: Any) -> Patch:
     return Patch(((target, lambda original: value),))
 
 
+def _takes_all(target: str, wrapper: Callable[..., Any], original: Any) -> None:
+    """Otherwise a caller that gives one parameter more would end in an error, which is no fault that was injected."""
+    parameters = inspect.signature(original).parameters.values()
+    named = {p.name: None for p in parameters if p.kind is p.KEYWORD_ONLY}
+    placed = [None for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    try:
+        inspect.signature(wrapper).bind(original, *placed, **named)
+    except TypeError as error:
+        raise TypeError(f"{target}: the wrapper does not take what the function does: {error}") from None
+
+
 def around(target: str, wrapper: Callable[..., Any]) -> Patch:
-    """A function f becomes (*args) -> wrapper(f, *args)."""
+    """A function f becomes (*args) -> wrapper(f, *args). Applying it raises TypeError where the wrapper does not take
+    all that f takes."""
 
     def make(original: Any) -> Any:
+        _takes_all(target, wrapper, original)
+
+        @functools.wraps(original)
         def wrapped(*args: Any, **named: Any) -> Any:
             return wrapper(original, *args, **named)
 

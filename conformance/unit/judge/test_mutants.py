@@ -11,7 +11,7 @@ from conformance.checkpoints import make
 from conformance.mutants import catalogue, page, runner
 from conformance.mutants.bench import CASES, Bench, run_name
 from conformance.mutants.probes import PROBES, Verdict, same
-from conformance.mutants.record import Patch, argument, output, replace, resolve
+from conformance.mutants.record import Patch, argument, around, output, replace, resolve
 
 CLASSES = {
     "codec", "loader", "dtype", "KDA", "DSA-indexer", "MLA", "mHC", "norm", "MoE-routing", "MoE-compute", "cache",
@@ -184,3 +184,13 @@ def test_the_page_says_what_was_missed():
     assert "lost" in text
     assert "missed" in text
     assert "http" not in text
+
+
+def test_a_wrapper_that_takes_less_than_the_function_is_refused():
+    """A parameter that the engine gained is told here, not as an error of the mutant in a long run."""
+    for wrapper in (lambda original: None, lambda original, x, y: None):
+        with (
+            pytest.raises(TypeError, match=r"fast\.ops\.kda:unit: the wrapper"),
+            around("fast.ops.kda:unit", wrapper).applied(),
+        ):
+            pass
