@@ -20,6 +20,7 @@ from conformance.judge.rebase import FALSE_ALARM, SAMPLES
 from conformance.report import html, machine, terminal
 from reference.checkpoint import Checkpoint, open_checkpoint
 from tools.errors import UsageError, check_seed
+from tools.options import Arithmetic, Device, Directory, Ep, Further, Html, Json, Quiet, Samples, Tokens, Tp
 from tools.output import check_outputs, guarded
 from tools.progress import step_bar
 from tools.tokens import tokens_of
@@ -61,26 +62,20 @@ def _progress(checkpoint: Checkpoint, cases: int, quiet: bool) -> Iterator[Any]:
 
 
 def command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory.")],
+    directory: Directory,
     engine: Annotated[str, typer.Option(help="reference, fast, transformers, or package.module:Class.")] = "fast",
-    tokens: Annotated[Path | None, typer.Option(metavar="FILE", help="Token ids: text or .npy.")] = None,
+    tokens: Tokens = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to run; default: the suite's own.")] = None,
-    arithmetic: Annotated[
-        str | None, typer.Option(help="exact, bf16 or stochastic (reference); bf16 or fp32 (others).")
-    ] = None,
-    tp: Annotated[int | None, typer.Option(metavar="N", help="Tensor-parallel ranks.")] = None,
-    ep: Annotated[int | None, typer.Option(metavar="N", help="Expert-parallel ranks.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Further option of the engine; repeatable.")
-    ] = None,
-    samples: Annotated[int, typer.Option(metavar="N", min=3, help="Samples per bound.")] = SAMPLES,
+    arithmetic: Arithmetic = None,
+    tp: Tp = None,
+    ep: Ep = None,
+    device: Device = None,
+    option: Further = None,
+    samples: Samples = SAMPLES,
     seed: Annotated[int, typer.Option(help="Seed of those samples.")] = 0,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")
-    ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar, no report in the terminal.")] = False,
+    html_file: Html = None,
+    json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Run the whole suite against one checkpoint directory; exit 1 when the engine departs from the reference.
 

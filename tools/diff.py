@@ -16,6 +16,7 @@ from conformance.report import html, machine, terminal
 from conformance.trace import Trace
 from reference.checkpoint import Checkpoint, open_checkpoint
 from tools.errors import UsageError, check_seed
+from tools.options import Html, Json, Quiet, Samples
 from tools.output import check_outputs, guarded, write_json
 from tools.progress import step_bar
 
@@ -107,13 +108,11 @@ def command(
     check_file: Annotated[
         Path | None, typer.Option("--check", metavar="FILE", help="Only say what this trace lacks and how to add it.")
     ] = None,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the report as a page.")
-    ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
+    html_file: Html = None,
+    json_file: Json = None,
     seed: Annotated[int, typer.Option(help="Seed of the samples that bounds are computed from.")] = 0,
-    samples: Annotated[int, typer.Option(metavar="N", min=3, help="Samples per bound.")] = SAMPLES,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar, no report in the terminal.")] = False,
+    samples: Samples = SAMPLES,
+    quiet: Quiet = False,
 ) -> None:
     """Compare a trace with the reference: per tensor, per layer (rebased) and per token.
 

@@ -25,6 +25,7 @@ from reference.checkpoint import open_checkpoint
 from reference.model import TextModel as ReferenceModel
 from reference.mtp import Block, Greedy, Sampled, Speculation
 from tools.errors import UsageError, check_seed
+from tools.options import Arithmetic, Device, Directory, Json, Tokens
 from tools.output import check_outputs, write_json
 from tools.progress import token_bar
 from tools.tokens import tokens_of
@@ -209,20 +210,18 @@ def text_of(tokens: Sequence[int], directory: Path) -> str | None:
 
 
 def command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory.")],
+    directory: Directory,
     max_new: Annotated[int, typer.Option("--max-new", metavar="N", help="New tokens, at most.")],
-    tokens: Annotated[Path | None, typer.Option(metavar="FILE", help="Token ids: text or .npy.")] = None,
+    tokens: Tokens = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue instead of --tokens.")] = None,
     engine: Annotated[str, typer.Option(help="fast or reference.")] = "fast",
     mtp: Annotated[int, typer.Option(metavar="K", help="Drafts a round; 0 decodes plainly.")] = 0,
     temperature: Annotated[float, typer.Option(help="0 is greedy; above it tokens are sampled.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampling, and of stochastic arithmetic.")] = 0,
-    arithmetic: Annotated[
-        str | None, typer.Option(help="exact, bf16 or stochastic (reference); bf16 or fp32 (fast).")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    arithmetic: Arithmetic = None,
+    device: Device = None,
     stop: Annotated[list[int] | None, typer.Option(metavar="ID", help="Token to end with; repeatable.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")] = None,
+    json_file: Json = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar; only the new text or token ids.")] = False,
 ) -> None:
     """Continue an input: the new text where the checkpoint has a tokenizer, else the new token ids.

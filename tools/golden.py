@@ -13,6 +13,7 @@ import typer
 
 from conformance.goldens import arm64, lanes, verify
 from conformance.goldens.lanes import ROOT, Outcome
+from tools.options import Json, Quiet
 from tools.output import check_folder, check_outputs, write_json
 from tools.progress import step_bar
 
@@ -25,8 +26,6 @@ GOLDEN = ROOT / "golden"
 
 Directory = Annotated[Path, typer.Option(metavar="DIR", help="Where the golden files are.")]
 Only = Annotated[str, typer.Option(metavar="GLOB", help="Only the cases with such names, e.g. 'trace-odd-*'.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar; only what fails.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")]
 
 
 class Lane(StrEnum):

@@ -13,6 +13,7 @@ from rich.table import Table
 from reference import errors as e
 from reference import layout
 from reference.checkpoint import Checkpoint, Scan, departures, right_shape, scan
+from tools.options import Directory, Json, Quiet
 from tools.output import check_outputs, printable, write_json
 from tools.progress import byte_bar
 
@@ -185,10 +186,10 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint directory.")],
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON.")] = None,
+    directory: Directory,
+    json_file: Json = None,
     headers_only: Annotated[bool, typer.Option("--headers-only", help="Do not read the values.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar, no report.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Classify every tensor and list every departure from the known layout; exit 1 where one is missing, unknown or
     malformed.

@@ -10,6 +10,7 @@ from conformance import checkpoints
 from reference.config import parse
 from reference.layout import tensors, totals
 from tools.errors import check_seed
+from tools.options import Json, Made, Quiet
 from tools.output import check_outputs, write_json
 from tools.progress import byte_bar
 
@@ -68,15 +69,15 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
 
 
 def command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to make; must not exist or be empty.")],
+    directory: Made,
     export: Annotated[Export, typer.Option(help="Whose layout to write.")],
     geometry: Annotated[GeometryName, typer.Option(help="Shape of the model.")] = GeometryName.tiny,
     seed: Annotated[int, typer.Option(help="Same seed, same weights, in both exports.")] = 0,
     layers: Annotated[str | None, typer.Option(metavar="A,B", help="Only these layers, e.g. 0,3,4.")] = None,
     experts: Annotated[int | None, typer.Option(metavar="N", help="Only the first N routed experts.")] = None,
     vocab: Annotated[int | None, typer.Option(metavar="N", help="Only the first N vocabulary rows.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write a summary as JSON.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar, no summary.")] = False,
+    json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Write a synthetic checkpoint: bit-identical on every machine, the same source weights in both exports.
 

@@ -1,7 +1,6 @@
 """`glm53 mutants`: inject every catalogued fault into the fast engine and report what the judge caught, and where."""
 
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +12,7 @@ from conformance.mutants.record import Mutant
 from conformance.mutants.runner import Outcome
 from conformance.report import terminal
 from tools.errors import UsageError
+from tools.options import Html, Json, Quiet
 from tools.output import write_json
 from tools.progress import step_bar
 
@@ -47,13 +47,9 @@ def command(
     only: Annotated[str | None, typer.Option(metavar="GLOB", help="Only mutants whose name matches.")] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Only the few of each class that CI runs.")] = False,
     workers: Annotated[int | None, typer.Option(metavar="N", help="Processes; one per core if not given.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the outcomes as JSON.")
-    ] = None,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the outcomes as a page.")
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar, no table.")] = False,
+    json_file: Json = None,
+    html_file: Html = None,
+    quiet: Quiet = False,
 ) -> None:
     """Every fault in turn; fails when one is missed, or when fewer than 95 % are named at their place.
 

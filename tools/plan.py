@@ -16,6 +16,7 @@ from fast.linear import ROWS
 from fast.sharding import Mesh
 from fast.shards import TensorInfo, open_directory
 from tools.errors import UsageError
+from tools.options import Json, Quiet
 from tools.output import check_outputs, write_json
 from tools.progress import step_bar
 
@@ -155,8 +156,8 @@ def command(
     logit_rows: Annotated[
         int | None, typer.Option(min=1, help="Rows of logits kept; default: all of a window.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write everything as JSON.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No report.")] = False,
+    json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Memory per rank: weights by role, state, caches, workspaces, the peak while loading; exit 1 when it does not fit.
 

@@ -9,6 +9,7 @@ from conformance.checkpoints.directory import DirectorySource
 from conformance.checkpoints.export import write_export
 from reference.layout import tensors, totals
 from tools.make_checkpoint import Export
+from tools.options import Json, Made, Quiet
 from tools.output import check_outputs, write_json
 from tools.progress import byte_bar
 
@@ -33,10 +34,10 @@ def quantize(source: Path, directory: Path, export: str, *, quiet: bool = False)
 
 def command(
     source: Annotated[Path, typer.Argument(metavar="SRC", help="A BF16 or block-FP8 checkpoint directory.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to make; must not exist or be empty.")],
+    directory: Made,
     export: Annotated[Export, typer.Option(help="Whose layout to write.")],
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write a summary as JSON.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar, no summary.")] = False,
+    json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Re-encode a checkpoint as NVFP4 by ModelOpt's rule. Nothing is calibrated: nvidia's input_scale becomes 1.
 

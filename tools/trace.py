@@ -17,6 +17,7 @@ from conformance.taps import expected
 from conformance.trace import Schedule, Trace
 from reference.config import load
 from tools.errors import UsageError, check_seed
+from tools.options import Arithmetic, Device, Directory, Ep, Further, Json, Quiet, Tokens, Tp
 from tools.output import check_outputs, write_json
 from tools.progress import step_bar
 from tools.tokens import tokens_of
@@ -113,18 +114,16 @@ def summary(made: Trace, out: Path, seconds: float) -> dict[str, Any]:
 
 
 def command(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory.")],
+    directory: Directory,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Trace file to write.")] = None,
     engine: Annotated[str, typer.Option(help="reference, fast, transformers, file or package.module:Class.")] = "fast",
-    tokens: Annotated[Path | None, typer.Option(metavar="FILE", help="Token ids: text or .npy.")] = None,
+    tokens: Tokens = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to run instead of --tokens.")] = None,
-    arithmetic: Annotated[
-        str | None, typer.Option(help="exact, bf16 or stochastic (reference); bf16 or fp32 (others).")
-    ] = None,
+    arithmetic: Arithmetic = None,
     seed: Annotated[int | None, typer.Option(help="Seed of stochastic arithmetic.")] = None,
-    tp: Annotated[int | None, typer.Option(metavar="N", help="Tensor-parallel ranks.")] = None,
-    ep: Annotated[int | None, typer.Option(metavar="N", help="Expert-parallel ranks.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    tp: Tp = None,
+    ep: Ep = None,
+    device: Device = None,
     prefill_chunk: Annotated[int | None, typer.Option(metavar="N", help="Prefill in chunks of N tokens.")] = None,
     decode: Annotated[int, typer.Option(metavar="N", help="Feed the last N tokens one at a time.")] = 0,
     pad: Annotated[int, typer.Option(metavar="N", help="Left padding before the first token.")] = 0,
@@ -137,11 +136,9 @@ def command(
         typer.Option("--job", metavar="FILE", help="Run nothing: write what torchrun starts as fast ranks on hosts."),
     ] = None,
     taps: Annotated[str, typer.Option(metavar="GLOB", help="Taps to keep; several globs with commas.")] = "*",
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Further option of the engine; repeatable.")
-    ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write a summary as JSON.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar, no summary.")] = False,
+    option: Further = None,
+    json_file: Json = None,
+    quiet: Quiet = False,
 ) -> None:
     """Run an engine and write its trace.
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from reference.checkpoint import open_checkpoint
+from reference.model import TextModel
+
+AGREEMENT = 2e-5
+"""Relative L2 that fp32 without storage rounding is required to reach against exact arithmetic."""
 
 
 class Taps:
@@ -45,6 +53,14 @@ def feed(model: Any, tokens: np.ndarray, prefill: list[int], tap: Any = None, pa
 
 def tokens(seed: int, count: int, vocab: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, vocab, count)
+
+
+@functools.cache
+def exact(directory: Path, count: int, prefill: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Logits and taps of `count` tokens in exact arithmetic, on one rank; the first `prefill` of them in one call."""
+    checkpoint, taps = open_checkpoint(directory), Taps()
+    logits = feed(TextModel(checkpoint), tokens(1, count, checkpoint.config.text.vocab_size), [prefill], taps)
+    return logits, taps.arrays()
 
 
 def distance(found: np.ndarray, expected: np.ndarray) -> float:

@@ -10,35 +10,23 @@ import torch
 
 from conformance.checkpoints.shared import shared
 from conformance.taps import expected as expected_taps
-from conformance.unit.fast.runs import Taps, distance, feed, tokens
+from conformance.unit.fast.runs import AGREEMENT, Taps, distance, exact, feed, tokens
 from fast.errors import InputError
 from fast.linear import ROWS
 from fast.loader import load
 from fast.model import PaddingError, TextModel, TokenError
 from reference.checkpoint import open_checkpoint
-from reference.model import TextModel as Oracle
 
 CASES = [(g, e) for g in ("tiny", "odd") for e in ("nvidia", "libertai")]
 EVERY = pytest.mark.parametrize(("geometry", "export"), CASES, ids=["-".join(case) for case in CASES])
 BOTH = pytest.mark.parametrize("geometry", ["tiny", "odd"])
-AGREEMENT = 2e-5
-"""Relative L2 that fp32 without storage rounding is required to reach against exact arithmetic."""
-
 T = 77
 
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint):
     """oracle(geometry, export) -> logits and taps of T tokens in exact arithmetic, whose bits no schedule changes."""
-
-    @cache
-    def run(geometry: str, export: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        opened = open_checkpoint(checkpoint(geometry, export))
-        taps = Taps()
-        logits = feed(Oracle(opened), tokens(1, T, opened.config.text.vocab_size), [T], taps)
-        return logits, taps.arrays()
-
-    return run
+    return lambda geometry, export: exact(checkpoint(geometry, export), T, T)
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
 
 from conformance.engines.threads import Thread, on_ranks
 from conformance.unit.fast import bounds
-from conformance.unit.fast.runs import Taps, distance, feed, tokens
+from conformance.unit.fast.runs import AGREEMENT, Taps, distance, exact, feed, tokens
 from fast.errors import IndivisibleError, MeshError
 from fast.generate import Generator
 from fast.linear import linear
@@ -19,8 +17,6 @@ from fast.model import TextModel
 from fast.mtp import Mtp
 from fast.nvfp4 import decode
 from fast.ops import mlp
-from reference.checkpoint import open_checkpoint
-from reference.model import TextModel as Oracle
 from reference.rank_taps import join
 from reference.sharding import Mesh
 
@@ -38,23 +34,13 @@ CASES = [
 EVERY = pytest.mark.parametrize(
     ("geometry", "export", "tp", "ep"), CASES, ids=[f"{g}-{e}-tp{tp}-ep{ep}" for g, e, tp, ep in CASES]
 )
-AGREEMENT = 2e-5
-"""Relative L2 that fp32 without storage rounding is required to reach against exact arithmetic."""
-
 T = 44
 
 
 @pytest.fixture(scope="module")
 def oracle(checkpoint):
     """oracle(geometry, export) -> logits and taps of one rank in exact arithmetic."""
-
-    @cache
-    def run(geometry: str, export: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        opened = open_checkpoint(checkpoint(geometry, export))
-        taps = Taps()
-        return feed(Oracle(opened), tokens(1, T, opened.config.text.vocab_size), [T - 3], taps), taps.arrays()
-
-    return run
+    return lambda geometry, export: exact(checkpoint(geometry, export), T, T - 3)
 
 
 def model(directory, ranks: Thread, *, mtp: bool = False, dtype: torch.dtype = torch.float32) -> TextModel:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from conformance.engines import registry
+from conformance.trace import Schedule, Trace
 from tools.cli import main
+
+
+def traced(directory: Path, ids: np.ndarray, schedule: Schedule) -> Trace:
+    """A sound trace of the fast engine."""
+    engine = registry.create("fast")
+    engine.open(directory)
+    return engine.run(ids, schedule)
 
 
 def glm53(*arguments: Any) -> int:

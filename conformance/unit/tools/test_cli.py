@@ -14,10 +14,9 @@ import pytest
 from typer.main import get_command, get_group
 
 from conformance.checkpoints.shared import shared
-from conformance.engines import registry
 from conformance.files import write_whole
 from conformance.trace import Schedule, Trace
-from conformance.unit.tools.command import glm53
+from conformance.unit.tools.command import glm53, traced
 from tools import make_checkpoint, output, plan
 from tools.cli import COMMANDS, LazyGroup, app, main
 
@@ -38,10 +37,7 @@ def directory():
 
 @pytest.fixture(scope="module")
 def made(directory):
-    """A small sound trace."""
-    engine = registry.create("fast")
-    engine.open(directory)
-    return engine.run(IDS, Schedule((5,), 4))
+    return traced(directory, IDS, Schedule((5,), 4))
 
 
 # --- usage -----------------------------------------------------------------------------------------------------------

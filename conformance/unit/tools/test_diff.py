@@ -17,7 +17,7 @@ from conformance.engines import registry
 from conformance.report import machine
 from conformance.taps import expected
 from conformance.trace import REQUIRED_METADATA, Schedule, Trace, validate
-from conformance.unit.tools.command import glm53
+from conformance.unit.tools.command import glm53, traced
 from fast.model import TextModel
 from reference.checkpoint import open_checkpoint
 
@@ -38,10 +38,7 @@ def directory():
 
 @pytest.fixture(scope="module")
 def made(directory):
-    """A sound trace of the fast engine."""
-    engine = registry.create("fast")
-    engine.open(directory)
-    return engine.run(random_tokens(2, 257, COUNT), CHUNKS)
+    return traced(directory, random_tokens(2, 257, COUNT), CHUNKS)
 
 
 @pytest.fixture
