@@ -29,11 +29,9 @@ def trace(
     directory: Path,
     engine: str,
     tokens: np.ndarray,
+    schedule: Schedule,
     out: Path,
     *,
-    prefill_chunk: int | None = None,
-    decode: int = 0,
-    pad: int = 0,
     taps: str = "*",
     options: dict[str, Any] | None = None,
     ranks: Path | None = None,
@@ -43,7 +41,6 @@ def trace(
 
     Raises an `InputError`, or `UsageError` when `out` or `ranks` cannot be written.
     """
-    schedule = Schedule.of(len(tokens), decode=decode, chunk=prefill_chunk, pad=pad)
     runner: Any = registry.create(engine)
     runner.open(directory, **(options or {}))
     several = hasattr(runner, "run_ranks") and runner.mesh.world > 1
@@ -150,10 +147,10 @@ def command(
     check_seed(seed)
     ids = tokens_of(tokens, prompt, directory)
     check_taps(taps, directory, len(ids))
+    schedule = Schedule.of(len(ids), decode=decode, chunk=prefill_chunk, pad=pad)
     options = engine_options(option or [], arithmetic=arithmetic, seed=seed, tp=tp, ep=ep, device=device, mtp=mtp)
     if job_file is not None:
         settings = {"drafts" if key == "mtp" else key: value for key, value in options.items()}
-        schedule = Schedule.of(len(ids), decode=decode, chunk=prefill_chunk, pad=pad)
         if engine != "fast":
             raise UsageError(f"--job {job_file}: engine {engine} has no ranks that torchrun starts, fast has")
         write_json(job_file, job_of(directory, ids, schedule, ranks or Path("ranks"), taps=taps, **settings), "--job")
@@ -161,19 +158,7 @@ def command(
     if out is None:
         raise UsageError("--out FILE is missing")
     started = time.perf_counter()
-    made = trace(
-        directory,
-        engine,
-        ids,
-        out,
-        prefill_chunk=prefill_chunk,
-        decode=decode,
-        pad=pad,
-        taps=taps,
-        options=options,
-        ranks=ranks,
-        quiet=quiet,
-    )
+    made = trace(directory, engine, ids, schedule, out, taps=taps, options=options, ranks=ranks, quiet=quiet)
     result = summary(made, out, time.perf_counter() - started)
     write_json(json_file, result)
     if not quiet:
