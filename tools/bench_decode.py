@@ -26,8 +26,6 @@ from tools.errors import UsageError
 from tools.output import check_outputs, write_json
 from tools.progress import step_bar
 
-ROOM = 512
-"""Tokens of room behind the context, for the steps that are timed."""
 WARM_STEPS = 30
 """Steps in front of those that are timed."""
 KEPT_FREE = 24 << 30
@@ -121,7 +119,7 @@ def measure(
     model: Any, rows: int, context: int, bandwidth: float, repeats: int, *, parts: bool = False
 ) -> dict[str, Any]:
     """One row count and context. Rows are sequences of their own."""
-    step = DecodeStep(model, sequences=rows, capacity=context + ROOM)
+    step = DecodeStep(model, sequences=rows, capacity=context + WARM_STEPS + repeats)
     filled(step, context, seed=rows)
     chosen = distinct_experts(step)
     step.capture()
@@ -221,10 +219,16 @@ def decode_command(
     report(result, console)
     if peers:
         torch.cuda.empty_cache()
-        result["peers"] = bench_peers.layers(lengths[0], result["steps"][0]["ms"] / result["layers"])
+        result["peers"] = bench_peers.layers(lengths[0], of_one_row(result, lengths[0]))
         write_json(json_file, result)
         for peer in result["peers"]:
             console.print(told(peer))
+
+
+def of_one_row(result: dict[str, Any], context: int) -> float | None:
+    """Milliseconds a layer of the step of one sequence after `context` tokens, if it was timed: what the peers do."""
+    found = (s["ms"] for s in result["steps"] if (s["rows"], s["context"]) == (1, context))
+    return next((ms / result["layers"] for ms in found), None)
 
 
 def report(result: dict[str, Any], console: Console) -> None:

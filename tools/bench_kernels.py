@@ -1,7 +1,8 @@
 """`glm53 bench kernels`: every kernel of a decode step alone, at the shapes of the released model, and its peers.
 
 A kernel is launched on several operands in turn, so that none is still in a cache when its turn comes, and the launches
-are recorded as a graph; as in a step, each may begin while the one in front still runs.
+are recorded as a graph; as in a step, each may begin while the one in front still runs. What the launch in front has
+just written, scores and selections, is in a cache in a step too.
 """
 
 from __future__ import annotations
@@ -115,20 +116,20 @@ class Kernels:
         raw = self.make.normal(sequences, C + 2 * kda.RANK + -(-H // 8) * 8)
         q, k, v, f, g, beta = raw.split([H * d] * 3 + [kda.RANK, kda.RANK, raw.shape[1] - C - 2 * kda.RANK], -1)
         beta = beta[:, :H]
-        f_b, g_b = self.make.linear(H * d, kda.RANK), self.make.linear(H * d, kda.RANK)
-        weights = kda.Weights(
-            self.make.normal(C, 1, 4, scale=0.5),
-            self.make.normal(H, dtype=torch.float32),
-            self.make.normal(H * d, dtype=torch.float32),
-            self.make.norm(d),
-            t.gate_lower_bound,
-            t.rms_norm_eps,
-            f_b=f_b,
-            g_b=g_b,
-        )
-        out, size = self.new(sequences, H * d), 8 * sequences * H * d * d + 12 * sequences * C + 2 * f_b.nbytes
+        out, low_rank = self.new(sequences, H * d), 2 * 2 * H * d * kda.RANK
+        size = 8 * sequences * H * d * d + 12 * sequences * C + low_rank
         launches = []
         for _ in range(timing.copies(size, 3)):
+            weights = kda.Weights(
+                self.make.normal(C, 1, 4, scale=0.5),
+                self.make.normal(H, dtype=torch.float32),
+                self.make.normal(H * d, dtype=torch.float32),
+                self.make.norm(d),
+                t.gate_lower_bound,
+                t.rms_norm_eps,
+                f_b=self.make.linear(H * d, kda.RANK),
+                g_b=self.make.linear(H * d, kda.RANK),
+            )
             state = self.make.normal(sequences, H, d, d, dtype=torch.float32)
             history = self.make.normal(sequences, 3, C)
             launches.append(partial(kda.step, (q, k, v), f, g, beta, weights, history, state, out))
@@ -140,8 +141,8 @@ class Kernels:
         setting = mhc.Setting(t.rms_norm_eps, t.hc_eps, t.hc_sinkhorn_iters)
         streams, o, y = self.make.normal(R, C, D), self.make.normal(R, D), self.new(R, D)
         old, new = (mhc.new_mix(R, C, self.device) for _ in range(2))
-        launches = []
-        for _ in range(32):
+        launches, size = [], 2 * M * C * D
+        for _ in range(timing.copies(size)):
             fn, base = self.make.linear(M, C * D), self.make.normal(M, dtype=torch.float32)
             weights = mhc.Site(fn, base, torch.ones(3, device=self.device), self.make.norm(D))
             launches.append(
@@ -149,7 +150,7 @@ class Kernels:
                     mhc.site, streams, weights, setting, y, previous=(o, old), mix=new, new_streams=streams, pdl=True
                 )
             )
-        return self.result("mhc site", 2 * M * C * D, launches)
+        return self.result("mhc site", size, launches)
 
     def attention(self, context: int) -> Iterator[dict[str, Any]]:
         """Indexer and absorbed MLA of rows that are sequences of `context` tokens."""
@@ -157,9 +158,7 @@ class Kernels:
         L, p, h, S = t.kv_lora_rank, t.index_head_dim, t.index_n_heads, t.index_kpool
         width, pools = t.index_topk + S - 1, context // S
         position = torch.full((R,), context - 1, dtype=torch.int32, device=self.device)
-        cache = indexer.Cache(
-            self.make.normal(R, context, L), self.make.normal(R, pools, p), self.make.normal(R, 4 * S, 2, p), position
-        )
+        latents, ring = self.make.normal(R, context, L), self.make.normal(R, 4 * S, 2, p)
         kv, key, gate, asked, share = (self.make.normal(R, n) for n in (L, p, p, h * p, -(-h // 8) * 8))
         rows = indexer.Rows(kv, key, gate, asked, share[:, :h])
         weights = indexer.Weights(
@@ -171,22 +170,27 @@ class Kernels:
             t.index_topk,
             t.rms_norm_eps,
         )
-        choice = indexer.Choice(
-            self.new(R, pools, dtype=torch.float32),
-            self.new(R, width, dtype=torch.int32),
-            self.new(R, dtype=torch.int32),
-        )
-        at = f", {context:,} tokens"
-        yield self.result(
-            f"indexer score{at}", 2 * R * pools * p, [lambda: indexer.score(rows, weights, cache, choice)]
-        )
-        yield self.result(f"indexer select{at}", 4 * R * pools, [lambda: indexer.select(rows, weights, cache, choice)])
         heads = t.num_attention_heads
+        scored, attended = 2 * R * pools * p, 2 * heads * (mla.N + mla.O) * L + 2 * R * min(width, context) * L
+        attending = timing.copies(attended)
+        asking = []
+        for _ in range(max(timing.copies(scored), attending)):
+            cache = indexer.Cache(latents, self.make.normal(R, pools, p), ring, position)
+            choice = indexer.Choice(
+                self.new(R, pools, dtype=torch.float32),
+                self.new(R, width, dtype=torch.int32),
+                self.new(R, dtype=torch.int32),
+            )
+            asking.append((rows, weights, cache, choice))
+        at = f", {context:,} tokens"
+        yield self.result(f"indexer score{at}", scored, [partial(indexer.score, *own) for own in asking])
+        yield self.result(f"indexer select{at}", 4 * R * pools, [partial(indexer.select, *own) for own in asking])
         query, core = self.make.normal(R, heads * mla.N), self.new(R, heads * mla.O)
-        kv_b, work = self.make.linear(heads * (mla.N + mla.O), L), mla.workspace(R, heads, width, self.device)
-        parts = mla.launches(query, kv_b, cache.latents, choice.selected, choice.count, work, core)
-        size = kv_b.nbytes + 2 * R * min(width, context) * L
-        yield self.result(f"mla{at}", size, [lambda: [part(False) for part in parts]])
+        work, attends = mla.workspace(R, heads, width, self.device), []
+        for *_, choice in asking[:attending]:  # selections of their own, so other latents
+            kv_b = self.make.linear(heads * (mla.N + mla.O), L)
+            attends.append(partial(mla.attend, query, kv_b, latents, choice.selected, choice.count, work, core))
+        yield self.result(f"mla{at}", attended, attends)
 
 
 def measure(R: int, context: int, bandwidth: float, advance: Callable[[], None]) -> list[dict[str, Any]]:

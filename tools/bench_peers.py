@@ -32,8 +32,9 @@ def version(package: str) -> str:
         return "unknown"
 
 
-def layers(context: int, own: float) -> list[dict[str, Any]]:
-    """Decoding with whole layers after `context` tokens. `own`: milliseconds a layer of the captured step."""
+def layers(context: int, own: float | None) -> list[dict[str, Any]]:
+    """Decoding one sequence with whole layers after `context` tokens. `own`: milliseconds a layer of the captured step
+    of one sequence, where it was timed."""
     return [attempt("transformers, eager", "transformers", lambda: bench_transformers.measure(context, own))]
 
 

@@ -38,7 +38,7 @@ def described() -> dict[str, Any]:
         "target": target(*capability),
         "compiler": compiler_version(),
         "torch": torch.__version__,
-        "memory_bytes": torch.cuda.get_device_properties(0).total_memory,
+        "memory_bytes": torch.cuda.get_device_properties(device()).total_memory,
     }
 
 
