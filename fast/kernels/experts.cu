@@ -26,19 +26,21 @@
 #endif
 #define WARPS 16
 #define THREADS (WARPS * 32)
-#define TEAM 4                // warps of up that share a tile: each owns a quarter of K
+#define TEAM 8                // warps of up that share a tile: each owns an eighth of K
 #define TEAMS (WARPS / TEAM)
-#define UP 2                  // 128-value groups of K in a slot of up
-#define TILES 2               // 16-row tiles in a slot of down: a block has 32 rows, its warps split K
-#define SLOT 2304             // up: codes [UP][2][512], scales [16][8 UP]; down: codes [TILES][2][512], scales [32][8]
+#define TILES 2               // 16-row tiles in a slot: of up one of gate and one of up, of down two below one another
+#define SLOT 2304             // 128 values of K: codes [TILES][2][512], scales [TILES * 16][8]
+// 1: the scales of a warp's tile of up, 32 bytes a row, are fetched at once into a ring of two, [TILES][16][32] each
+#define BY_TILE (HIDDEN == TEAM * 512 && STAGES > 1)
+#define TILE_SCALES (TILES * 16 * 32)
 
 struct Experts {
     const Plan *plan;
     const u8 *x;                    // [R, hidden] bf16
-    u8 *h;                          // [R, top_k, width] bf16, between the halves
+    u8 *h;                          // [R, top_k, width] bf16, between the halves, every eight values in nvfp4_place's order
     const u8 *shared_x, *shared_w;  // [R, shared_k], [hidden, shared_k] bf16, or null
     u16 *out;                       // [R, hidden]
-    u32 *barrier;                   // two words: blocks that have arrived, 0 between launches; generation
+    u32 *barrier;                   // one word: its top bit turns when all blocks have arrived, the others are 0 between launches
     int rows, top_k, hidden, width, shared_k;
     int phases;  // 1: up, 2: down, 3: both, for which all blocks must be on the device at once
     int early;   // the kernel in front did not write x and has waited for the one that did before it let this one start
@@ -56,61 +58,140 @@ extern "C" __global__ void __launch_bounds__(64) experts_plan(const __grid_const
     make_plan(p, scratch, tid, true, [] { __syncthreads(); });
 }
 
-// BYTES of the scales of one row, `available` of which exist.
-template <int BYTES> DEVICE void copy_scales(u32 dst, const u8 *src, int available) {
+// Tables in shared memory are read by number: the compiler would work out a generic address every time.
+DEVICE u64 shared_u64(u32 a) {
+    u64 v;
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(a) : "memory");
+    return v;
+}
+DEVICE int shared_i32(u32 a) {
+    int v;
+    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
+    return v;
+}
+DEVICE float2 shared_f32x2(u32 a) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory");
+    return v;
+}
+DEVICE void fence_block() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+DEVICE void mbarrier_init(u32 a, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(a), "r"(count) : "memory");
+}
+DEVICE void mbarrier_arrive(u32 a) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(a) : "memory");
+}
+DEVICE void mbarrier_wait(u32 a, u32 parity) {
+    u32 done;
+    do asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                    : "=r"(done) : "r"(a), "r"(parity) : "memory");
+    while (!done);
+}
+
+// Eight block scales of one row, `available` of which exist.
+DEVICE void copy_scales(u32 dst, const u8 *src, int available) {
 #if EXACT
-    if (BYTES == 16) copy16(dst, src, true);
-    else copy8(dst, src, true);
+    copy8(dst, src, true);
 #else
 #pragma unroll 1
-    for (int i = 0; i < BYTES; ++i) {
+    for (int i = 0; i < 8; ++i) {
         const u32 v = i < available ? src[i] : 0;
         asm volatile("st.shared.u8 [%0], %1;" ::"r"(dst + i), "r"(v) : "memory");
     }
 #endif
 }
 
+// Inputs of 128 values of K: four words, `step` apart.
+DEVICE void load_inputs(u32 (&x)[4][4], u32 from, u32 step) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const uint4 v = shared16(from + j * step);
+        x[j][0] = v.x, x[j][1] = v.y, x[j][2] = v.z, x[j][3] = v.w;
+    }
+}
+
+// c += W x for the rows of a slot. `codes`, `scales`: where those of the lane's row g lie; BELOW and NEXT further are the
+// scales of row g + 8 and of the second tile.
+template <int BELOW, int NEXT> DEVICE void multiply(float (&c)[TILES][4], u32 codes, u32 scales, const u32 (&x)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+        const u32 sa = shared_u16(scales + i * NEXT), sb = shared_u16(scales + i * NEXT + BELOW);
+        nvfp4_group(c[i], shared16(codes + i * 1024), shared16(codes + i * 1024 + 512), sa, sb, x);
+    }
+}
+
+// A warp's sums of the two tiles -> partial [rows][TILES * 16].
+DEVICE void put(float *partial, const float (&c)[TILES][4], int lane, int rows) {
+    const int column = lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i) {
+        float *const to = partial + column * (TILES * 16) + i * 8 + lane / 4;
+        if (column < rows) to[0] = c[i / 2][i % 2 * 2];
+        if (column + 1 < rows) to[TILES * 16] = c[i / 2][i % 2 * 2 + 1];
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_constant__ Experts p) {
     extern __shared__ __align__(128) u8 memory[];
-    float *const partial = (float *)(memory + WARPS * STAGES * SLOT);  // up: [TEAMS][2][TEAM][16][8]; down: [WARPS][32][8]
-    uint4 *const inputs = (uint4 *)(partial + WARPS * 256);  // x in the order of the products: [group][word][row][t] of 8 values
+    // up: [TEAMS][2][TEAM][rows][32], down: [WARPS][rows][32]
+    float *const partial = (float *)(memory + WARPS * (STAGES * SLOT + BY_TILE * 2 * TILE_SCALES));
+    // x, behind up h: [group; warp and slot][word][rows][t] of 8 values in the order of the products
+    uint4 *const inputs = (uint4 *)(partial + 2 * WARPS * 32 * p.rows);
     __shared__ __align__(16) Plan d;
     __shared__ int input[MAX_DISTINCT][8];  // byte offset of the row's input to the expert in h, or -1
     __shared__ uint4 nothing;
-    __shared__ int arrived;  // warps that are through with up
+    __shared__ u64 through[TEAMS];  // mbarrier of a team: its warps that are through with a tile
+    __shared__ int arrived;         // warps that are through with up
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, team = warp / TEAM, slice = warp % TEAM;
-    const u32 ring = shared_address(memory) + warp * STAGES * SLOT;
-    u32 turn = 0, slot = 0;  // slot: the next one to be used up
-    auto advance = [&]() { slot = slot + SLOT == STAGES * SLOT ? 0 : slot + SLOT; };
+    const u32 ring = shared_address(memory) + warp * STAGES * SLOT, in_slot = TILES * 1024 + g * 8 + t * 2;
+    const u32 scale_ring = shared_address(memory) + WARPS * STAGES * SLOT + warp * 2 * TILE_SCALES;
+    // The halves of every other four rows are swapped there, against bank conflicts.
+    const u32 scale_to = scale_ring + (lane >> 1) * 32 + ((lane ^ lane >> 3) & 1) * 16;
+    const u32 scale_from = scale_ring + g * 32 + (g >> 2) * 16 + 2 * t;
+    u32 fetched = 0, used = 0;  // which of the ring's two
+    const u32 table = shared_address(d.address), row_of = 8 * MAX_DISTINCT;
+    const u32 input_at = shared_address(&input[0][g]), weight_at = shared_address(&d.weight[0][2 * t]);
+    u32 turn = 0, stage = 0;  // stage: the next slot of the ring to be used up
+    auto advance = [&]() { stage = stage + 1 == STAGES ? 0 : stage + 1; };
 
-    // ---- up: tiles of eight rows of gate and the same eight of up
-    const int D = HIDDEN ? HIDDEN : p.hidden, N = WIDTH ? WIDTH : p.width, tiles = (N + 7) >> 3;
-    const int units = (((D + 127) >> 7) + TEAM * UP - 1) / (TEAM * UP), k0 = slice * units * UP * 128;  // of a warp and tile
+    // ---- up: tiles of 16 rows of gate and the same 16 of up
+    const int D = HIDDEN ? HIDDEN : p.hidden, N = WIDTH ? WIDTH : p.width, tiles = (N + 15) >> 4;
+    const int units = (((D + 127) >> 7) + TEAM - 1) / TEAM, k0 = slice * units * 128;  // groups of K of a warp and tile
     const int step = gridDim.x * TEAMS, start = blockIdx.x * TEAMS + team;
-    int items = 0, next = start, next_tile = start, next_expert = 0, next_unit = 0;  // the prefetch cursor, and where it reads
-    const u8 *a = p.x, *b = p.x, *scale = p.x;
+    int items = 0, count = 1, next = start, next_tile = 0, next_unit = 0;  // the prefetch cursor, and where it reads
+    const u8 *a = p.x, *b = p.x, *scale = p.x, *scale_b = p.x;
+    auto locate = [&](u64 gate, u64 gate_scale, u64 up, u64 up_scale) {
+        next_tile = (u32)next % tiles;
+        const u32 at = (next_tile * 16 + g) * (D >> 1) + (k0 >> 1) + t * 16;
+        a = (const u8 *)gate + at, b = (const u8 *)up + at;
+        if (BY_TILE) {
+            const u32 from = (next_tile * 16 + (lane >> 1)) * (D >> 4) + (k0 >> 4) + (lane & 1) * 16;
+            scale = (const u8 *)gate_scale + from, scale_b = (const u8 *)up_scale + from;
+        } else scale = (const u8 *)(lane & 16 ? up_scale : gate_scale) + ((next_tile * 16 + (lane & 15)) * (D >> 4) + (k0 >> 4));
+    };
     auto locate_up = [&]() {
-        while (next_tile >= tiles) next_tile -= tiles, ++next_expert;
-        const long long at = (long long)(next_tile * 8 + g) * (D >> 1) + (k0 >> 1) + t * 16;
-        a = (const u8 *)d.address[0][next_expert] + at, b = (const u8 *)d.address[2][next_expert] + at;
-        scale = (const u8 *)d.address[lane & 8 ? 3 : 1][next_expert];
-        scale += (long long)(next_tile * 8 + (lane & 7)) * (D >> 4) + (k0 >> 4);
+        const u32 at = table + (u32)next / tiles * 8;
+        locate(shared_u64(at), shared_u64(at + row_of), shared_u64(at + 2 * row_of), shared_u64(at + 3 * row_of));
     };
     auto next_item = [&]() {
-        next += step, next_tile += step;
+        next += step;
         if (next < items) locate_up();
     };
-    auto issue_up = [&](u32 to, int unit) {
-        const int k = k0 + unit * UP * 128;
+    auto issue_up = [&](u32 slot, int unit) {
+        const int k = k0 + unit * 128;
+        const u32 to = ring + slot * SLOT;
 #pragma unroll
-        for (int q = 0; q < UP; ++q) {
-            const bool ok = EXACT || (next_tile * 8 + g < N && k + q * 128 + t * 32 < D);
-            copy16(to + q * 1024 + lane * 16, ok ? a + unit * UP * 64 + q * 64 : p.x, ok);
-            copy16(to + q * 1024 + 512 + lane * 16, ok ? b + unit * UP * 64 + q * 64 : p.x, ok);
+        for (int i = 0; i < 2; ++i) {
+            const bool ok = EXACT || (next_tile * 16 + i * 8 + g < N && k + t * 32 < D);
+            copy16(to + i * 512 + lane * 16, ok ? a + i * 8 * (D >> 1) + unit * 64 : p.x, ok);
+            copy16(to + i * 512 + 1024 + lane * 16, ok ? b + i * 8 * (D >> 1) + unit * 64 : p.x, ok);
         }
-        if (lane < 16) {
-            const int have = EXACT ? UP * 8 : next_tile * 8 + (lane & 7) < N ? (D >> 4) - (k >> 4) : 0;
-            copy_scales<UP * 8>(to + UP * 1024 + lane * UP * 8, scale + unit * UP * 8, have);
+        if (!BY_TILE) {
+            const int have = EXACT ? 8 : next_tile * 16 + (lane & 15) < N ? (D >> 4) - (k >> 4) : 0;
+            copy_scales(to + TILES * 1024 + lane * 8, scale + unit * 8, have);
+        } else if (unit == 0) {
+            copy16(scale_to + fetched, scale, true), copy16(scale_to + TILE_SCALES / 2 + fetched, scale_b, true);
+            fetched ^= TILE_SCALES;
         }
     };
 
@@ -119,9 +200,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
     const int groups = (((N + 127) >> 7) + WARPS - 1) / WARPS;                          // of an expert and warp
     const int chunks = p.shared_w ? (((p.shared_k + 31) >> 5) + WARPS - 1) / WARPS : 0;  // of the shared expert
     int next_block = blockIdx.x, next_chunk = 0, next_choice = 0, next_group = 0;  // the prefetch cursor
-    auto issue_down = [&](u32 to) {
+    int code_at = 0, scale_at = 0;  // of this lane in the cursor's block
+    auto locate_down = [&]() {
+        code_at = (next_block * 32 + g) * (N >> 1) + warp * groups * 64 + t * 16;
+        scale_at = (next_block * 32 + lane) * (N >> 4) + warp * groups * 8;
+    };
+    locate_down();
+    const u32 h_step = p.rows * 64, h_at = shared_address(inputs) + warp * STAGES * 4 * h_step + lane * 16;
+    auto issue_h = [&](u32 slot, int choice, int group) {
+        if (g >= p.rows) return;
+        const int from = shared_i32(input_at + choice * 32), k = (warp * groups + group) * 128 + t * 32;
+        const bool in = from >= 0 && (EXACT || k < N);
+        const u8 *const h = p.h + (in ? from + 2 * k : 0);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) copy16(h_at + (slot * 4 + j) * h_step, h + j * 16, in);
+    };
+    auto issue_down = [&](u32 slot, bool with_h) {
         if (next_block >= row_blocks) return;
         const int row = next_block * 32 + g;
+        const u32 to = ring + slot * SLOT;
         if (next_chunk < chunks) {
             const int k = (warp * chunks + next_chunk++) * 32 + t * 8;
             const u8 *w = p.shared_w + 2 * ((long long)row * p.shared_k + k);
@@ -132,32 +229,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
             }
         } else {
             const int group = warp * groups + next_group;
-            const u8 *w = (const u8 *)d.address[4][next_choice] + (row * (N >> 1) + group * 64 + t * 16);
+            const u8 *w = (const u8 *)shared_u64(table + 4 * row_of + next_choice * 8) + (code_at + next_group * 64);
+            const u8 *scales = (const u8 *)shared_u64(table + 5 * row_of + next_choice * 8) + (scale_at + next_group * 8);
 #pragma unroll
             for (int i = 0; i < 2 * TILES; ++i) {
                 const bool in = EXACT || (group * 128 + t * 32 < N && row + i * 8 < D);
                 copy16(to + i * 512 + lane * 16, in ? w + i * 8 * (N >> 1) : p.x, in);
             }
-            const int scaled = next_block * 32 + lane, have = EXACT ? 8 : scaled < D ? (N >> 4) - group * 8 : 0;
-            copy_scales<8>(to + TILES * 1024 + lane * 8, (const u8 *)d.address[5][next_choice] + (scaled * (N >> 4) + group * 8), have);
+            copy_scales(to + TILES * 1024 + lane * 8, scales, EXACT ? 8 : next_block * 32 + lane < D ? (N >> 4) - group * 8 : 0);
+            if (with_h) issue_h(slot, next_choice, next_group);
             if (++next_group == groups) next_group = 0, ++next_choice;
         }
-        if (next_chunk == chunks && next_choice == d.count) next_block += gridDim.x, next_chunk = next_choice = 0;
+        if (next_chunk == chunks && next_choice >= count) next_block += gridDim.x, next_chunk = next_choice = 0, locate_down();
     };
 
     if (threadIdx.x == 0) nothing = make_uint4(0, 0, 0, 0), arrived = 0;
-    if (!p.early) pdl_wait();
-    if (p.phases & 1)
-#pragma unroll 2
-        for (int i = threadIdx.x; i < TEAM * units * UP * 16 * p.rows; i += THREADS) {
+    if (threadIdx.x < TEAMS) mbarrier_init(shared_address(&through[threadIdx.x]), TEAM);
+    __syncthreads();
+    auto load_x = [&]() {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < TEAM * units * 16 * p.rows; i += THREADS) {
             const int piece = p.rows == 1 ? i : i / p.rows, row = p.rows == 1 ? 0 : i % p.rows;
             const int k = piece >> 4 << 7 | (piece & 3) << 5 | (piece >> 2 & 3) << 3;
             u32 x[4];
             nvfp4_inputs(EXACT || k < D ? load16(p.x + 2ll * ((long long)row * D + k)) : make_uint4(0, 0, 0, 0), x);
             inputs[((piece >> 2) * p.rows + row) * 4 + (piece & 3)] = make_uint4(x[0], x[1], x[2], x[3]);
         }
+    };
+    if (p.early && p.phases & 1) load_x();
     const u32 x_step = g < p.rows ? p.rows * 64 : 0;  // lanes without a row read the same zeros again
-    const u32 x_first = g < p.rows ? shared_address(inputs) + ((slice * units * UP * 4) * p.rows + g) * 64 + t * 16 : shared_address(&nothing);
+    const u32 x_first = g < p.rows ? shared_address(inputs) + (slice * units * 4 * p.rows + g) * 64 + t * 16 : shared_address(&nothing);
 
 #pragma unroll 1
     for (int pass = p.rehearse ? 0 : 1; pass < 2; ++pass) {
@@ -166,107 +267,100 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
         if (live) {
             pdl_wait();
             pdl_launch();
-            if (lane == 0) generation = load_i32((const int *)p.barrier + 1);
-            __syncthreads();
             static_assert(sizeof(Plan) <= THREADS * 16 && sizeof(Plan) % 16 == 0, "one piece a thread");
             if (threadIdx.x < sizeof(Plan) / 16) ((uint4 *)&d)[threadIdx.x] = load16((const u8 *)p.plan + threadIdx.x * 16);
+            if (threadIdx.x == 0) generation = load_i32((const int *)p.barrier);
             __syncthreads();
-            items = p.phases & 1 ? d.count * tiles : 0;
-            if (chunks == 0 && d.count == 0) next_block = row_blocks;
+            count = d.count, items = p.phases & 1 ? count * tiles : 0, stage = 0;
+            if (chunks == 0 && count == 0) next_block = row_blocks;
             if (next < items) locate_up();
-            slot = 0;
 #pragma unroll 1
             for (int s = 0; s < STAGES; ++s) {
-                if (next >= items) issue_down(ring + s * SLOT);
+                if (next >= items) issue_down(s, false);
                 else {
-                    issue_up(ring + s * SLOT, next_unit);
+                    issue_up(s, next_unit);
                     if (++next_unit == units) next_unit = 0, next_item();
                 }
                 copy_commit();
             }
+            if (!p.early && p.phases & 1) load_x();
             {  // a thread each: MAX_DISTINCT * 8 = THREADS
                 const int expert = threadIdx.x >> 3, row = threadIdx.x & 7;
-                const int place = expert < d.count && row < p.rows ? d.place[expert][row] : -1;
+                const int place = expert < count && row < p.rows ? d.place[expert][row] : -1;
                 input[expert][row] = place < 0 ? -1 : 2 * (row * p.top_k + place) * N;
-                if (expert < d.count) d.weight[expert][row] *= d.scale2[2][expert] * NVFP4_RESIDUE;
+                if (expert < count) d.weight[expert][row] *= d.scale2[2][expert] * NVFP4_RESIDUE;
             }
             __syncthreads();
         }
-        int tile = start, expert = 0;
+        int old = -1;
 #pragma unroll 1
-        for (int item = live ? start : 0; item < (live ? items : p.phases & 1); item += step, tile += step) {
-            while (tile >= tiles) tile -= tiles, ++expert;
-            float c[4] = {};
+        for (int item = live ? start : 0;; item += step) {
+            const bool working = item < (live ? items : p.phases & 1);
+            float c[TILES][4] = {};
             u32 from_x = x_first;
-#pragma unroll (HIDDEN ? HIDDEN / 1024 : 1)
-            for (int unit = 0; unit < units; ++unit) {
-                copy_wait<STAGES - 1>();
-                __syncwarp();  // scales were copied by other lanes
-                const u32 from = ring + (HIDDEN ? unit % STAGES * SLOT : slot);
-#pragma unroll
-                for (int q = 0; q < UP; ++q) {
+            if (working)
+#pragma unroll (HIDDEN ? HIDDEN / (TEAM * 128) : 1)
+                for (int unit = 0; unit < units; ++unit) {
                     u32 x[4][4];
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        const uint4 v = shared16(from_x);
-                        x[j][0] = v.x, x[j][1] = v.y, x[j][2] = v.z, x[j][3] = v.w;
-                        from_x += x_step;
+                    load_inputs(x, from_x, x_step);
+                    from_x += 4 * x_step;
+                    copy_wait<STAGES - 1>();
+                    __syncwarp();  // scales were copied by other lanes
+                    const u32 slot = HIDDEN ? unit % STAGES : stage, from = ring + slot * SLOT;
+                    if (BY_TILE) multiply<256, TILE_SCALES / 2>(c, from + lane * 16, (scale_from ^ (unit & 2) * 8) + used + (unit & 1) * 8, x);
+                    else multiply<64, 128>(c, from + lane * 16, from + in_slot, x);
+                    __syncwarp();
+                    if (HIDDEN && live) {  // the cursor is STAGES units ahead
+                        if (unit + STAGES == units) next_item();
+                        if (unit + STAGES < units) issue_up(slot, unit + STAGES);
+                        else if (next < items) issue_up(slot, unit + STAGES - units);
+                        else issue_down(slot, false);
+                    } else if (live) {
+                        if (next >= items) issue_down(slot, false);
+                        else {
+                            issue_up(slot, next_unit);
+                            if (++next_unit == units) next_unit = 0, next_item();
+                        }
+                        advance();
                     }
-                    const u32 s = from + UP * 1024 + g * UP * 8 + q * 8 + t * 2;
-                    nvfp4_group(c, shared16(from + q * 1024 + lane * 16), shared16(from + q * 1024 + 512 + lane * 16),
-                                shared_u16(s), shared_u16(s + 8 * UP * 8), x);
+                    copy_commit();
                 }
-                __syncwarp();
-                if (HIDDEN && live) {  // the cursor is STAGES units ahead
-                    if (unit + STAGES == units) next_item();
-                    if (unit + STAGES < units) issue_up(from, unit + STAGES);
-                    else if (next < items) issue_up(from, unit + STAGES - units);
-                    else issue_down(from);
-                } else if (live) {
-                    if (next >= items) issue_down(from);
-                    else {
-                        issue_up(from, next_unit);
-                        if (++next_unit == units) next_unit = 0, next_item();
-                    }
-                    advance();
-                }
-                copy_commit();
-            }
-            float *const out = partial + (team * 2 + (turn >> 6 & 1)) * (TEAM * 128);
-            if (2 * t < p.rows) {
-                *(float2 *)(out + slice * 128 + g * 8 + 2 * t) = make_float2(c[0], c[1]);
-                *(float2 *)(out + slice * 128 + (g + 8) * 8 + 2 * t) = make_float2(c[2], c[3]);
-            }
-            named_barrier(1 + team, TEAM * 32);
-            const int id = (slice * 32 + lane + turn) & (TEAM * 32 - 1);  // the warps take turns at the sums
-            turn += 64;
-            if (id < 64) {
-                const int n = tile * 8 + (id >> 3), row = id & 7;
-                const int place = live && row < p.rows && n < N ? d.place[expert][row] : -1;
-                if (place >= 0 || !live) {
+            // The sums are taken when the team is through with the next tile: no warp waits for the others.
+            if (turn) mbarrier_wait(shared_address(&through[team]), (turn - 1) & 1);
+            if (old >= 0) {
+                const float *const from = partial + (team * 2 + ((turn - 1) & 1)) * (TEAM * 32 * p.rows);
+                const int id = (slice * 32 + lane + turn * 32) & (TEAM * 32 - 1), row = id >> 4;  // the warps take turns
+                const int expert = (u32)old / tiles, first = (u32)old % tiles * 16, n = id & 15;
+                const int place = live && row < p.rows && first + n < N ? d.place[expert][row] : -1;
+                if (place >= 0 || (!live && row < p.rows)) {
                     float gate = 0.0f, up = 0.0f;
 #pragma unroll
-                    for (int w = 0; w < TEAM; ++w) gate += out[w * 128 + id], up += out[w * 128 + 64 + id];
+                    for (int w = 0; w < TEAM; ++w) gate += from[(w * p.rows + row) * 32 + n], up += from[(w * p.rows + row) * 32 + 16 + n];
                     gate *= d.scale2[0][expert] * NVFP4_RESIDUE, up *= d.scale2[1][expert] * NVFP4_RESIDUE;
                     const u16 h = to_bf16(swiglu(gate, up, p.limit));
-                    if (live) *(u16 *)(p.h + 2 * (((long long)row * p.top_k + place) * N + n)) = h;
+                    if (live) *(u16 *)(p.h + 2 * (((long long)row * p.top_k + place) * N + first + nvfp4_place(n))) = h;
                 }
             }
+            if (!working) break;
+            put(partial + ((team * 2 + (turn & 1)) * TEAM + slice) * (32 * p.rows), c, lane, p.rows);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(shared_address(&through[team]));
+            ++turn, old = item;
+            if (live) used ^= TILE_SCALES;
         }
         if (live && p.phases == 3) {
             __syncwarp();
             if (lane == 0) {
-                fence();
-                if (atomicAdd(&arrived, 1) == WARPS - 1 && atomicAdd(p.barrier, 1u) == gridDim.x - 1) {
-                    p.barrier[0] = 0;
+                fence_block();
+                if (atomicAdd(&arrived, 1) == WARPS - 1) {
                     fence();
-                    atomicAdd(p.barrier + 1, 1u);
+                    atomicAdd(p.barrier, blockIdx.x ? 1u : 0x80000000u - (gridDim.x - 1));  // all together turn the top bit
                 }
             }
             __syncwarp();
         }
 
-        bool waiting = live && p.phases == 3;
+        bool entering = live;
 #pragma unroll 1
         for (int block = live ? blockIdx.x : 0; block < (live ? row_blocks : p.phases >> 1); block += gridDim.x) {
             float total[TILES][4] = {};
@@ -275,82 +369,68 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
                 const int k = (warp * chunks + chunk) * 32 + t * 8;
                 const bool in = g < p.rows && (EXACT || k < p.shared_k);
                 const uint4 v = in ? load16(p.shared_x + 2ll * ((long long)g * p.shared_k + k)) : make_uint4(0, 0, 0, 0);
-                const u32 x[4] = {v.x, v.y, v.z, v.w}, from = ring + slot;
+                const u32 x[4] = {v.x, v.y, v.z, v.w}, from = ring + stage * SLOT + lane * 16;
                 copy_wait<STAGES - 1>();
 #pragma unroll
-                for (int i = 0; i < TILES; ++i)
-                    mma_chunk(total[i], shared16(from + i * 1024 + lane * 16), shared16(from + i * 1024 + 512 + lane * 16), x);
+                for (int i = 0; i < TILES; ++i) mma_chunk(total[i], shared16(from + i * 1024), shared16(from + i * 1024 + 512), x);
                 __syncwarp();
-                if (live) issue_down(from), advance();
+                if (live) issue_down(stage, !entering), advance();
                 copy_commit();
             }
-            if (waiting) {
-                if (lane == 0)
-                    while (load_acquire(p.barrier + 1) == generation) __nanosleep(20);
-                __syncwarp();
-                waiting = false;
+            if (entering) {
+                entering = false;
+                if (p.phases == 3) {
+                    if (threadIdx.x == 0)
+                        while (((load_acquire(p.barrier) ^ generation) & 0x80000000u) == 0) __nanosleep(20);
+                    __syncthreads();
+                }
+                // The slots under way lack their h: what they are for, as issue_down went.
+                int behind = chunks, choice = 0, group = 0;
+                if (count)
+#pragma unroll 1
+                    for (int s = 0, slot = stage; s < STAGES; ++s, slot = slot + 1 == STAGES ? 0 : slot + 1) {
+                        if (behind < chunks) ++behind;
+                        else {
+                            issue_h(slot, choice, group);
+                            if (++group == groups) group = 0, ++choice;
+                        }
+                        if (behind == chunks && choice == count) behind = choice = 0;
+                    }
+                copy_commit();
+                copy_wait<0>();
             }
-            // The inputs of the next group are fetched while this one is multiplied.
-            uint4 ahead[4] = {};
-            const int x_at = 2 * (warp * groups * 128 + t * 32);
-            const bool alone = EXACT && p.rows == 1;  // then a lane has a row for every expert or for none
-            const int count = live ? d.count : 1;
-            auto fetch = [&](int choice, int group) {
-                if (choice >= count) return;
-                const int from = live ? input[choice][g] : g ? -1 : 0;
-                if (from >= 0 && (EXACT || x_at + group * 256 < 2 * N)) {
-                    const u8 *h = p.h + (from + x_at + group * 256);
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) ahead[j] = load16(h + j * 16);
-                } else if (!alone)
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) ahead[j] = make_uint4(0, 0, 0, 0);
-            };
-            fetch(0, 0);
 #pragma unroll 1
             for (int choice = 0; choice < count; ++choice) {
                 float c[TILES][4] = {};
 #pragma unroll 1
                 for (int group = live ? 0 : groups - 1; group < groups; ++group) {
-                    u32 x[4][4];
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) nvfp4_inputs(ahead[j], x[j]);
-                    if (group + 1 < groups) fetch(choice, group + 1);
-                    else fetch(choice + 1, 0);
                     copy_wait<STAGES - 1>();
                     __syncwarp();  // scales were copied by other lanes
-                    const u32 from = ring + slot;
-#pragma unroll
-                    for (int i = 0; i < TILES; ++i) {
-                        const u32 s = from + TILES * 1024 + (i * 16 + g) * 8 + t * 2, codes = from + i * 1024 + lane * 16;
-                        nvfp4_group(c[i], shared16(codes), shared16(codes + 512), shared_u16(s), shared_u16(s + 64), x);
-                    }
+                    const u32 from = ring + stage * SLOT;
+                    u32 x[4][4];
+                    load_inputs(x, g < p.rows ? h_at + stage * 4 * h_step : shared_address(&nothing), x_step);
+                    multiply<64, 128>(c, from + lane * 16, from + in_slot, x);
                     __syncwarp();
-                    if (live) issue_down(from), advance();
+                    if (live) issue_down(stage, true), advance();
                     copy_commit();
                 }
-                const float2 w = *(const float2 *)&d.weight[choice][2 * t];
+                const float2 w = shared_f32x2(weight_at + choice * 32);
 #pragma unroll
                 for (int i = 0; i < TILES; ++i) {
                     total[i][0] += w.x * c[i][0], total[i][1] += w.y * c[i][1];
                     total[i][2] += w.x * c[i][2], total[i][3] += w.y * c[i][3];
                 }
             }
-#pragma unroll
-            for (int i = 0; i < TILES; ++i) {
-                float *const to = partial + warp * 256 + (i * 16 + g) * 8 + 2 * t;
-                *(float2 *)to = make_float2(total[i][0], total[i][1]);
-                *(float2 *)(to + 64) = make_float2(total[i][2], total[i][3]);
-            }
+            put(partial + warp * (32 * p.rows), total, lane, p.rows);
             __syncthreads();
-            if (threadIdx.x < 256) {
-                const int row = threadIdx.x & 7, n = block * 32 + (threadIdx.x >> 3);
+            if (warp < p.rows) {
+                const int n = block * 32 + lane;
                 float part[WARPS], sum = 0.0f;
 #pragma unroll
-                for (int w = 0; w < WARPS; ++w) part[w] = partial[w * 256 + threadIdx.x];
+                for (int w = 0; w < WARPS; ++w) part[w] = partial[(w * p.rows + warp) * 32 + lane];
 #pragma unroll
                 for (int w = 0; w < WARPS; ++w) sum += part[w];
-                if (live && row < p.rows && n < D) p.out[(long long)row * D + n] = to_bf16(sum);
+                if (live && n < D) p.out[(long long)warp * D + n] = to_bf16(sum);
             }
             __syncthreads();
         }

@@ -14,17 +14,20 @@ import torch
 from torch import Tensor
 
 from fast.kernels import driver
-from fast.kernels.compile import Variant
+from fast.kernels.compile import CONVERTING, Variant, target
 from fast.kernels.driver import Float, Int, Parameters, Pointer, address
 
 ROWS, MOST_CHOICES = 8, 64
-WARPS, TEAM, SLOT, SPAN, BLOCK_ROWS = 16, 4, 2304, 1024, 32
+WARPS, TEAM, SLOT, SPAN, TILE_ROWS, BLOCK_ROWS = 16, 8, 2304, 1024, 16, 32
 """Warps of a block, of them on a tile of up; bytes of a ring slot; values of K that a team takes at a time; rows of a
-block of down (experts.cu)."""
+tile of up and of a block of down (experts.cu)."""
+TILE_SCALES = 2 * 1024
+"""Bytes of a warp's ring for the scales of up, where they are fetched a tile at a time."""
+KNOWN = 4096, 2048
+"""Hidden size and expert width of the released model, which the compiler is told."""
 TABLES = 8704
 """Bytes of static shared memory of a block, at most."""
 UP, DOWN, BOTH = 1, 2, 3
-REHEARSE = True
 
 PLAN_BYTES = 16 + 64 * (6 * 8 + 3 * 4 + 8 * 4 + 8)
 """sizeof(Plan), plan.cuh."""
@@ -126,20 +129,36 @@ def variant(*, roomy: bool, exact: bool, hidden: int = 0, width: int = 0) -> Var
 
 
 def _shared(R: int, hidden: int, device: int) -> int:
-    """Bytes of dynamic shared memory of a block: ring, partial sums, x.
+    """Bytes of dynamic shared memory of a block: ring, partial sums, x and in the same place h.
 
     More than half of what there is: two blocks of consecutive launches never share a multiprocessor, which would leave
     others idle.
     """
-    rows = R * 2 * -(-hidden // SPAN) * SPAN
-    needed = WARPS * (stages(roomy=driver.roomy(device)) * SLOT + 1024) + rows
-    return max(needed, driver.shared_limit(device) // 2)
+    roomy = driver.roomy(device)
+    slots = WARPS * stages(roomy=roomy)
+    ring = slots * SLOT + (WARPS * TILE_SCALES if roomy and hidden == KNOWN[0] else 0)
+    inputs = max(2 * -(-hidden // SPAN) * SPAN, slots * 256)
+    return max(ring + R * (2 * WARPS * 128 + inputs), driver.shared_limit(device) // 2)
 
 
 def rows_at_once(device: int, hidden: int) -> int:
     """Rows whose inputs fit into the shared memory of a block."""
     limit = driver.shared_limit(device) - TABLES
     return max(R for R in range(ROWS + 1) if _shared(R, hidden, device) <= limit)
+
+
+def arranged(h: Tensor) -> Tensor:
+    """h [..., I] with every eight values in the order in which the device multiplies them (nvfp4_place)."""
+    return h.view(*h.shape[:-1], -1, 2, 4).transpose(-1, -2).reshape(h.shape) if _permuted(h) else h
+
+
+def natural(h: Tensor) -> Tensor:
+    """What `arranged` was given."""
+    return h.view(*h.shape[:-1], -1, 4, 2).transpose(-1, -2).reshape(h.shape) if _permuted(h) else h
+
+
+def _permuted(h: Tensor) -> bool:
+    return target(*torch.cuda.get_device_capability(h.device)) not in CONVERTING
 
 
 def routed(
@@ -153,13 +172,16 @@ def routed(
     *,
     phases: int = BOTH,
     early: bool = False,
+    rehearse: bool | None = None,
     pdl: bool = False,
 ) -> None:
     """x [R, D] bf16 -> h [R, k, I] bf16 = swiglu(gate_e x, up_e x) -> out [R, D] bf16 = sum over the row's experts,
     ascending, of weight * down_e h, plus shared[1] [D, F] times shared[0] [R, F] (both bf16): fp32, one rounding.
 
-    Places of h that belong to other ranks' experts are left alone. `phases`: both, or only h (UP), or only out (DOWN).
-    `early`: the launch in front is the router's (gemv.project), and x is older.
+    Places of h that belong to other ranks' experts are left alone; every eight values of h lie as `arranged` puts them.
+    `phases`: both, or only h (UP), or only out (DOWN). `early`: the launch in front is the router's (gemv.project), and
+    x is older. `rehearse`: go through the code once while waiting for it; else only if `early`, since behind a launch
+    that leaves nothing to wait for it costs more than it brings.
     """
     (R, k, width), D, device = h.shape, bank.hidden, x.device.index
     assert x.dtype == h.dtype == out.dtype == torch.bfloat16, (x.dtype, h.dtype, out.dtype)
@@ -176,7 +198,7 @@ def routed(
         limit,
         phases,
         int(early),
-        int(pdl and REHEARSE),
+        int(pdl and (early if rehearse is None else rehearse)),
     )
     p.barrier = driver.scratch(device)[2:].data_ptr()
     exact = D % SPAN == 0 and width % (WARPS * 128) == 0
@@ -187,9 +209,9 @@ def routed(
         assert w.is_contiguous(), w.stride()
         p.shared_x, p.shared_w, p.shared_k = address(y), address(w), F
         exact = exact and F % (WARPS * 32) == 0
-    known = exact and (D, width) == (4096, 2048)
+    known = exact and (D, width) == KNOWN
     which = variant(roomy=driver.roomy(device), exact=exact, hidden=D if known else 0, width=width if known else 0)
-    tiles = -(-width // 8) * min(R * k, bank.pointers.shape[2])
+    tiles = -(-width // TILE_ROWS) * min(R * k, bank.pointers.shape[2])
     blocks = max(-(-tiles // (WARPS // TEAM)) if phases & UP else 1, -(-D // BLOCK_ROWS) if phases & DOWN else 1)
     memory = _shared(R, D, device)
     assert memory + TABLES <= driver.shared_limit(device), (R, D, memory)

@@ -50,6 +50,15 @@ DEVICE void nvfp4_inputs(uint4 v, u32 (&x)[4]) {
 #endif
 }
 
+// Where value i of a row belongs for its words to be in the order of nvfp4_decode's registers.
+DEVICE int nvfp4_place(int i) {
+#if FP4_CVT
+    return i;
+#else
+    return (i & ~7) | (i & 3) << 1 | (i >> 2 & 1);
+#endif
+}
+
 // c += W x for 128 values of k: `a`, `b` are the lane's 32 codes of rows g and g + 8, `sa`, `sb` their two block scales.
 DEVICE void nvfp4_group(float (&c)[4], uint4 a, uint4 b, u32 sa, u32 sb, const u32 (&x)[4][4]) {
     const u32 qa[4] = {a.x, a.y, a.z, a.w}, qb[4] = {b.x, b.y, b.z, b.w};
