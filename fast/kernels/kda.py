@@ -49,14 +49,13 @@ def supported(head_width: int, taps: int) -> bool:
     return head_width in WIDTHS and taps == 4
 
 
-def buffers(*, fused: bool, roomy: bool) -> int:
-    """Items of a block in shared memory; f_b and g_b take the place of one."""
-    return 3 - fused if roomy else 1
+def variant(head_width: int, *, fused: bool) -> Variant:
+    return Variant("kda", (("HD", head_width), ("FUSED", int(fused))))
 
 
-def variant(head_width: int, *, fused: bool, roomy: bool = True) -> Variant:
-    count = buffers(fused=fused, roomy=roomy)
-    return Variant("kda", (("HD", head_width), ("FUSED", int(fused)), ("BUFFERS", count)))
+def blocks(heads: int, sequences: int, processors: int) -> int:
+    """As many for each head, which share its sequences; a multiprocessor has room for one."""
+    return heads * max(1, min(sequences, processors // heads))
 
 
 def step(
@@ -79,7 +78,12 @@ def step(
     tap [R, H, 6, d] fp32, if given, receives q, k and v behind the convolution, the log decay g, the output of the
     recurrence, and beta (its first place).
 
-    With `pdl` two steps on the same state need a kernel that is not this one between them.
+    With `pdl` state and history are read before the launch in front has ended: no launch that is still under way may
+    write them. A block ends behind the whole launch in front of its own, and a launch begins when all blocks of the one
+    in front have. So if the last n launches in front of one are under way when it begins, all blocks of n - 1 of them
+    are on the device beside one of the first: impossible where (n - 1) * `blocks` is the number of multiprocessors or
+    more. Another step on the same state may come from the n-th launch on; that is the fourth for 64 heads of one
+    sequence on 132 multiprocessors. In a model a whole step lies between.
     """
     (R, HD), (B, H, d, _) = qkv[0].shape, state.shape
     fused, T = weights.f_b is not None, R // B
@@ -115,8 +119,5 @@ def step(
         assert x.data_ptr() % 16 == 0, "rows of 16-byte pieces"
         assert x.stride(0) % 8 == 0, x.stride()
     device = state.device.index
-    roomy, width = driver.roomy(device), RANK if fused else d
-    count = buffers(fused=fused, roomy=roomy)
-    shared = count * (4 * d * d + 52 * d + 4 * width) + (4 * RANK * d if fused and count > 1 else 0)
-    kernel = driver.kernel(variant(d, fused=fused, roomy=roomy), "kda", device)
-    kernel((min(H * B, driver.processors(device)), 1, 1), 4 * d, p, shared=shared, pdl=pdl)
+    kernel = driver.kernel(variant(d, fused=fused), "kda", device)
+    kernel((blocks(H, B, driver.processors(device)), 1, 1), 4 * d, p, shared=4 * d * d, pdl=pdl)

@@ -36,7 +36,7 @@ def variants(target: str) -> list[Variant]:
         gemv.variant(Q, roomy=roomy),
         gemv.variant(D, roomy=roomy, experts=E),
         gemv.variant(D, roomy=roomy, argmax=True),
-        kda.variant(128, fused=True, roomy=roomy),
+        kda.variant(128, fused=True),
         mhc.variant(4, roomy=roomy),
         indexer.variant(32, 128, 4),
         mla.variant(roomy=roomy),

@@ -103,7 +103,9 @@ def test_a_step_against_float64(B: int, T: int, H: int, d: int, fused: bool, kin
     assert torch.equal(history, torch.cat([case.history, rows], 1)[:, T:])
 
 
-@pytest.mark.parametrize(("H", "d", "fused"), [(8, 128, True), (8, 128, False), (6, 16, False)])
+@pytest.mark.parametrize(
+    ("H", "d", "fused"), [(8, 128, True), (64, 128, True), (64, 128, False), (8, 128, False), (6, 16, False)]
+)
 def test_sequences_and_tokens_have_the_same_bits_alone_and_together(H: int, d: int, fused: bool) -> None:
     case = Case(4, 3, H, d, "heavy", fused=fused, seed=32)
     together = case.run()
@@ -116,15 +118,17 @@ def test_sequences_and_tokens_have_the_same_bits_alone_and_together(H: int, d: i
     assert torch.equal(first, together[0].view(4, 3, -1)[:, 0])
 
 
-def test_one_token_at_a_time_gives_the_bits_of_a_window() -> None:
-    case = Case(2, 4, 4, 128, "normal", fused=True, seed=33)
+@pytest.mark.parametrize("T", [4, 11])
+def test_one_token_at_a_time_gives_the_bits_of_a_window(T: int) -> None:
+    """Eleven are more rows than the kernel multiplies with f_b and g_b at a time."""
+    case = Case(2, T, 4, 128, "normal", fused=True, seed=33)
     together = case.run()
     history, state, outs = case.history.clone(), case.state.clone(), []
-    for t in range(4):
-        q, k, v, f, g = (x.view(2, 4, -1)[:, t].contiguous() for x in case.inputs)
+    for t in range(T):
+        q, k, v, f, g = (x.view(2, T, -1)[:, t].contiguous() for x in case.inputs)
         out = torch.empty_like(q)
-        kda.step((q, k, v), f, g, case.beta.view(2, 4, -1)[:, t].contiguous(), case.weights, history, state, out)
+        kda.step((q, k, v), f, g, case.beta.view(2, T, -1)[:, t].contiguous(), case.weights, history, state, out)
         outs.append(out)
-    assert torch.equal(torch.stack(outs, 1).view(8, -1), together[0])
+    assert torch.equal(torch.stack(outs, 1).view(2 * T, -1), together[0])
     assert torch.equal(history, together[1])
     assert torch.equal(state, together[2])
