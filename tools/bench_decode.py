@@ -192,12 +192,23 @@ def numbers(option: str, value: str, most: int) -> list[int]:
     return found
 
 
+def row_counts(value: str | None, usual: str) -> list[int]:
+    """--rows, or those of the usual that a step of the released model can have on this device. Raises UsageError."""
+    hidden = configs.parse(geometry("full").config).text.hidden_size
+    most = min(experts.ROWS, experts.rows_at_once(timing.device().index, hidden))
+    if value is None:
+        return [rows for rows in numbers("--rows", usual, experts.ROWS) if rows <= most]
+    return numbers("--rows", value, most)
+
+
 app = typer.Typer(add_completion=False)
 
 
 @app.command("decode")
 def decode_command(
-    rows: Annotated[str, typer.Option(help="Row counts, each row a sequence.")] = "1-8",
+    rows: Annotated[
+        str | None, typer.Option(help="Row counts, each row a sequence; default: all there can be.")
+    ] = None,
     contexts: Annotated[str, typer.Option(help="Tokens that every sequence holds.")] = "2048,32768,131072",
     banks: Annotated[int | None, typer.Option(min=1, help="Banks of routed experts; default: as many as fit.")] = None,
     repeats: Annotated[int, typer.Option(min=3, help="Steps that are timed.")] = 20,
@@ -211,9 +222,9 @@ def decode_command(
     """
     check_outputs({"--json": json_file})
     timing.device()
-    row_counts, lengths = numbers("--rows", rows, experts.ROWS), numbers("--contexts", contexts, 1 << 20)
+    counts, lengths = row_counts(rows, "1-8"), numbers("--contexts", contexts, 1 << 20)
     with step_bar("decode", quiet) as advance:
-        result = decode(rows=row_counts, contexts=lengths, banks=banks, repeats=repeats, advance=advance)
+        result = decode(rows=counts, contexts=lengths, banks=banks, repeats=repeats, advance=advance)
     write_json(json_file, result)
     console = Console(highlight=False, soft_wrap=True, quiet=quiet)
     report(result, console)

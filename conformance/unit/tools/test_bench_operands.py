@@ -12,6 +12,7 @@ import torch
 
 from fast.kernels import driver
 from tools import bench_decode, bench_kernels, bench_model, bench_timing
+from tools.errors import UsageError
 
 CPU = torch.device("cpu")
 FETCHED = 1 << 25
@@ -124,3 +125,15 @@ def test_a_peer_of_one_sequence_is_compared_with_one_sequence() -> None:
     result: dict[str, Any] = {"layers": 3, "steps": steps}
     assert bench_decode.of_one_row(result, 2048) == 2.0
     assert bench_decode.of_one_row(result, 8192) is None
+
+
+@pytest.mark.parametrize(("limit", "most"), [(227, 8), (99, 4)])
+def test_rows_are_those_that_a_step_can_have(limit: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`limit`: KiB of shared memory that a block may have."""
+    monkeypatch.setattr(driver, "shared_limit", lambda device: limit * 1024)
+    monkeypatch.setattr(bench_timing, "device", lambda: CPU)
+    assert bench_decode.row_counts(None, "1-8") == list(range(1, most + 1))
+    assert bench_decode.row_counts(None, "1,4,8") == [rows for rows in (1, 4, 8) if rows <= most]
+    assert bench_decode.row_counts(str(most), "1-8") == [most]
+    with pytest.raises(UsageError, match=f"--rows {most + 1}: expected 1 to {most}"):
+        bench_decode.row_counts(str(most + 1), "1-8")
