@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,26 +92,33 @@ class Kernels:
         token, best = self.new(self.R, dtype=torch.int32), gemv.argmax_scratch(self.device)
         yield self.products("lm_head", D, [t.vocab_size], "argmax", argmax=gemv.Argmax(token, best))
 
-    def experts(self) -> dict[str, Any]:
-        """Gate, up and down of the routed experts, without the shared one."""
+    def experts(self) -> Iterator[dict[str, Any]]:
+        """Gate, up and down of the routed experts, alone and as in a step with the shared expert's down.
+
+        No launch writes what the next one multiplies, and all are of the same code: `early`, and nothing to rehearse.
+        """
         t, R = self.text, self.R
         D, width, k = t.hidden_size, t.moe_intermediate_size, t.num_experts_per_tok
         gate, up, down = (self.make.packed(BANK, *shape) for shape in ((width, D), (width, D), (D, width)))
         bank, x = experts.bank(gate, up, down), self.make.normal(R, D)
-        h, out = self.new(R, k, width), self.new(R, D)
-        launches, distinct = [], 0
+        h, out, y = self.new(R, k, width), self.new(R, D), self.make.normal(R, t.shared_intermediate_size)
+        alone, shared, distinct = [], [], 0
         for _ in range(4):
             order = [torch.randperm(BANK, generator=self.make.generator, device=self.device)[:k] for _ in range(R)]
             ids = torch.stack(order).sort(-1).values.int()
             distinct += len(torch.unique(ids))
             plan = experts.new_plan(self.device)
             experts.make_plan(ids, torch.full((R, k), t.routed_scaling_factor / k, device=self.device), bank, plan)
-            launches.append(partial(experts.routed, x, plan, bank, h, out, t.swiglu_limit, pdl=True))
-        size = 3 * experts.packed_bytes(width, D) * distinct // len(launches)
-        return self.result("experts", size, launches)
+            run = partial(experts.routed, x, plan, bank, h, out, t.swiglu_limit, early=True, rehearse=False, pdl=True)
+            alone.append(run)
+            shared.append(partial(run, shared=(y, self.make.linear(D, t.shared_intermediate_size))))
+        size = 3 * experts.packed_bytes(width, D) * distinct // len(alone)
+        yield self.result("experts", size, alone)
+        yield self.result("experts, shared down", size + 2 * D * t.shared_intermediate_size, shared)
 
     def kda(self, sequences: int) -> dict[str, Any]:
-        """Not overlapped: two such launches in a row may not be."""
+        """Launches may overlap: a state is used again by the third one or later, by the 32nd for one sequence, which
+        `kda.step` explains."""
         t = self.text
         H, d, C = t.linear_num_heads, t.linear_head_dim, 3 * t.linear_num_heads * t.linear_head_dim
         raw = self.make.normal(sequences, C + 2 * kda.RANK + -(-H // 8) * 8)
@@ -119,7 +127,7 @@ class Kernels:
         out, low_rank = self.new(sequences, H * d), 2 * 2 * H * d * kda.RANK
         size = 8 * sequences * H * d * d + 12 * sequences * C + low_rank
         launches = []
-        for _ in range(timing.copies(size, 3)):
+        for _ in range(timing.copies(size, 32 if sequences == 1 else 3)):
             weights = kda.Weights(
                 self.make.normal(C, 1, 4, scale=0.5),
                 self.make.normal(H, dtype=torch.float32),
@@ -132,7 +140,7 @@ class Kernels:
             )
             state = self.make.normal(sequences, H, d, d, dtype=torch.float32)
             history = self.make.normal(sequences, 3, C)
-            launches.append(partial(kda.step, (q, k, v), f, g, beta, weights, history, state, out))
+            launches.append(partial(kda.step, (q, k, v), f, g, beta, weights, history, state, out, pdl=True))
         return self.result("kda step", size, launches, sequences)
 
     def site(self) -> dict[str, Any]:
@@ -196,10 +204,10 @@ class Kernels:
 def measure(R: int, context: int, bandwidth: float, advance: Callable[[], None]) -> list[dict[str, Any]]:
     """Every kernel for R rows; what does not depend on the row count is measured with the first."""
     kernels, found = Kernels(R, bandwidth), []
-    for row in kernels.gemv():
+    for row in chain(kernels.gemv(), kernels.experts()):
         found.append(row)
         advance()
-    for made in (kernels.experts, kernels.site, lambda: kernels.kda(R)):
+    for made in (kernels.site, lambda: kernels.kda(R)):
         found.append(made())
         advance()
     if R == 1:
@@ -245,7 +253,7 @@ def kernels_command(
     result: dict[str, Any] = timing.described() | {"read_bandwidth_gb_per_s": bandwidth, "kernels": []}
     with step_bar("kernels", quiet) as advance:
         for R in counts:
-            result["kernels"] += measure(R, context, bandwidth, lambda: advance(11 * len(counts)))
+            result["kernels"] += measure(R, context, bandwidth, lambda: advance(12 * len(counts)))
     result["peers"] = beside(counts, bandwidth) if with_peers else []
     write_json(json_file, result)
     if not quiet:
