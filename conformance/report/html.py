@@ -13,6 +13,7 @@ from conformance.files import write_whole
 from conformance.judge.result import Result
 from conformance.pairwise import Pair
 from conformance.report import numbers, view
+from conformance.report.hints import hints
 
 _HERE = Path(__file__).parent
 
@@ -50,6 +51,7 @@ def _run(result: Result) -> dict[str, Any]:
     return {
         "result": result,
         "verdict": view.verdict(result),
+        "hints": hints(result),
         "tiles": view.tiles(result),
         "fatal": [problem for problem in result.problems if problem.fatal],
         "notes": [problem for problem in result.problems if not problem.fatal and problem.kind != "missing"],

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from conformance.judge.result import Result, TapRow
 from conformance.report import view
+from conformance.report.hints import hints
 from conformance.report.numbers import count, decimal, percent, plural, ratio
 
 SHOWN_TAPS = 8
@@ -38,6 +39,8 @@ def default_console(quiet: bool = False) -> Console:
 
 def _print(result: Result, console: Console) -> None:
     console.print(escape(_first_line(result)), style="bold green" if result.passed else "bold red", soft_wrap=True)
+    for hint in hints(result):
+        console.print(escape(f"  {hint}"), soft_wrap=True)
     console.print(
         escape(
             f"  engine {result.engine} {result.engine_version} on {result.checkpoint} ({result.export}, "
@@ -106,7 +109,7 @@ def _tap_table(result: Result, failing: list[TapRow], console: Console) -> None:
 
 def _values(row: TapRow, console: Console) -> None:
     console.print(f"  [red]{escape(row.tap)}[/] {escape(row.message)}", soft_wrap=True)
-    for value in row.values[:SHOWN_VALUES]:
+    for value in () if row.flips else row.values[:SHOWN_VALUES]:
         where = ", ".join(str(axis) for axis in value.index)
         console.print(
             escape(
