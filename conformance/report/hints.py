@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from itertools import accumulate
 
+from conformance.errors import TraceScheduleError
 from conformance.judge.result import Result, TapRow
+from conformance.trace import Schedule
 
 BOUNDARIES = ("in", "attn.in", "attn.out", "mid", "mlp.in", "mlp.out", "out")
 """Of a layer, in dataflow order. What lies before `attn.out` or `mlp.out` and is none of them is made inside."""
@@ -31,8 +32,11 @@ def _tokens(result: Result, failing: list[TapRow]) -> str:
     if not bad:
         return ""
     first, last, count = min(bad), max(bad), len(result.tokens)
-    schedule = json.loads(result.schedule)
-    prefill, pad = schedule.get("prefill", []), schedule.get("pad", 0)
+    try:
+        schedule = Schedule.parse(result.schedule)
+    except TraceScheduleError:
+        return ""
+    prefill, pad = schedule.prefill, schedule.pad
     if not first and pad and last < count - 1:
         return (
             f"only tokens 0 to {last} fail, those nearest to the {pad} of padding: look at what padding leaves behind"

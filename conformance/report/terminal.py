@@ -29,6 +29,8 @@ def print_report(results: Sequence[Result], console: Console | None = None) -> N
         console.print("[bold red]FAIL[/] nothing was compared", soft_wrap=True)
     for result in results:
         _print(result, console)
+    if len(results) > 1:
+        console.print(escape(_summary(results)), soft_wrap=True)
 
 
 def default_console(quiet: bool = False) -> Console:
@@ -68,6 +70,16 @@ def _print(result: Result, console: Console) -> None:
             soft_wrap=True,
         )
     _coverage(result, console)
+
+
+def _summary(results: Sequence[Result]) -> str:
+    """Of several runs: how many failed, and where each of those diverged first."""
+    failed = [result for result in results if not result.passed]
+    if not failed:
+        return f"PASS all {len(results)} runs"
+    places = dict.fromkeys(result.first_divergence.tap for result in failed if result.first_divergence is not None)
+    where = f", first at {', '.join(places)}" if places else ""
+    return f"FAIL {len(failed)} of {len(results)} runs{where}"
 
 
 def _first_line(result: Result) -> str:

@@ -133,6 +133,19 @@ def test_no_run_at_all_is_a_failure():
     assert printed().startswith("FAIL nothing was compared")
 
 
+def test_the_last_line_of_several_runs_counts_them():
+    assert printed(result(failing=False), result(failing=False)).splitlines()[-1] == "PASS all 2 runs"
+    text = printed(result(), result(failing=False), result())
+    assert text.splitlines()[-1] == "FAIL 2 of 3 runs, first at layers.1.attn.g"
+    assert "runs" not in printed(result()).splitlines()[-1]
+
+
+def test_a_schedule_that_cannot_be_read_is_no_error_of_the_report():
+    """The hint about tokens is left out; the trace's own fault is told as one."""
+    for schedule in ("", "[]", "{", '{"prefill": 3}'):
+        assert printed(result(schedule=schedule)).splitlines()[0] == LINE
+
+
 def test_a_fatal_problem_without_a_divergence_is_the_first_line():
     problem = Problem("empty", "trace", "0 taps", "some", True, "the trace holds no tap that can be compared")
     lines = printed(result(failing=False, passed=False, problems=(problem,))).splitlines()
