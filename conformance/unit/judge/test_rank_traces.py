@@ -152,7 +152,6 @@ def test_a_disagreement_fails_whatever_the_numbers_say(made, tap, later):
         ({"tp": 2, "ep": 3}, MeshError, "tp 2, ep 3"),
         ({"ep": 0}, MeshError, "ep 0"),
         ({"tp": "2"}, EngineOptionError, "tp"),
-        ({"ep": 2, "mtp": 1}, EngineOptionError, "mtp 1 on 2 ranks, expected 0"),
     ],
 )
 def test_the_reference_refuses_what_cannot_be(options, error, words):
