@@ -8,6 +8,7 @@ when it begins and replayed by the same kernel, the rest is cut back.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +18,12 @@ from torch import Tensor
 
 from fast.graph import ALIGN, DecodeStep, KdaState, Raw, Tap
 from fast.kernels import compile as compiler
-from fast.kernels import experts, gemv, kda, layers
+from fast.kernels import experts, gemv, kda, layers, mla
 from fast.state import DsaState, Replay, State
 from fast.state import KdaState as Kda
 
 LEAST = 2048
 """Tokens of room at first; doubled when it is exceeded, unless room for the text to come was reserved."""
-
-LEAST_KEYS = 64
-"""Selected tokens in a part of the attention, on the devices that take the least (`mla.keys`)."""
 
 
 def room_for(text: Any, tokens: int) -> int:
@@ -49,7 +47,7 @@ def step_bytes(text: Any, capacity: int) -> int:
     stored += [text.shared_intermediate_size, text.intermediate_size, heads * L]
     stored += [raw[text.layer_kind(i)] for i in range(text.num_hidden_layers)]
     words = [text.n_routed_experts, 2 * k, text.vocab_size, width + 1, capacity // slots, 4 * C * (C + 1), 1]
-    words += [-(-width // LEAST_KEYS) * heads * (L + 2)]
+    words += [-(-width // mla.LEAST_KEYS) * heads * (L + 2)]
     row = 2 * sum(stored) + 4 * sum(words)
     return gemv.ROWS * (gemv.ROWS + 1) // 2 * row + gemv.ROWS * experts.PLAN_BYTES
 
@@ -199,11 +197,16 @@ class Decoder:
                     layer.keys, layer.gates = ring.unbind(1)
 
     def _grow(self, capacity: int) -> None:
-        """States and steps anew; whose tensors were the old states goes on holding them until it is moved."""
-        self.capacity = capacity
+        """States and steps anew; whose tensors were the old states goes on holding them until it is moved.
+
+        Where there is no memory for them, the next call starts from no room, not from this much.
+        """
         self.steps.clear()
         self.loaded.clear()
-        self.capacity = self._step(1).capacity
+        self.capacity = 0
+        gc.collect()  # a step's launches refer to the step
+        step = DecodeStep(self.model, sequences=1, capacity=capacity)
+        self.steps[1], self.capacity = step, step.capacity
 
     def _leave(self, state: State) -> None:
         for own, layer in zip(self._step(1).states, state.layers.values(), strict=True):

@@ -139,12 +139,11 @@ class DecodeStep:
         reason, R, slots = layers.unsupported(model.text), sequences * tokens, model.text.index_kpool
         if reason is not None:
             raise GraphGeometryError(f"config: no kernel for {reason}")
-        if not 0 < R <= gemv.ROWS:
-            raise GraphRowsError(
-                f"rows: found {sequences} sequences of {tokens} tokens, expected 1 to {gemv.ROWS} rows"
-            )
-        self.model, self.rows, self.sequences, self.tokens = model, R, sequences, tokens
         self.device, self.capacity = model.embed.device, -(-capacity // slots) * slots
+        most = min(gemv.ROWS, experts.rows_at_once(self.device.index or 0, model.text.hidden_size))
+        if not 0 < R <= most:
+            raise GraphRowsError(f"rows: found {sequences} sequences of {tokens} tokens, expected 1 to {most} rows")
+        self.model, self.rows, self.sequences, self.tokens = model, R, sequences, tokens
         self.token = torch.zeros(R, dtype=torch.int32, device=self.device)
         if like is None:
             self.position = torch.zeros(sequences, dtype=torch.int32, device=self.device)
@@ -171,13 +170,15 @@ class DecodeStep:
         if warm:
             self.run(pdl=False, head=head)
             torch.cuda.synchronize(self.device)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.cuda.graph(graph):
             self.run(head=head)
+        self.graph = graph
 
     def replay(self) -> None:
         assert self.graph is not None, "capture first"
-        self.graph.replay()
+        with torch.cuda.device(self.device):
+            self.graph.replay()
 
     def tell(self, tap: Tap, start: int) -> None:
         """`run(pdl=False, head=False)` of a sequence that holds `start` tokens; every launch tells what it wrote."""

@@ -6,6 +6,7 @@ those of others when the device cannot hold all (`tools.bench_model`), which the
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +85,8 @@ def step_bytes(step: DecodeStep, chosen: list[int], context: int) -> int:
 def breakdown(step: DecodeStep, chosen: list[int], bandwidth: float, repeats: int) -> list[dict[str, Any]]:
     """Launches of one name as a graph of their own, one behind the other; slowest first.
 
-    Alone they overlap with nothing, so their times add up to more than a step takes.
+    Alone they overlap with nothing, so their times add up to more than a step takes. The expert launches all read what
+    the last layer chose, more than a cache holds.
     """
     names = list(dict.fromkeys(part.name for part in step.parts))
     mean = sum(chosen) / max(1, len(chosen))
@@ -175,6 +177,7 @@ def decode(
             first = not result["steps"]
             result["steps"].append(measure(model, R, context, bandwidth, repeats, parts=first))
             advance(total)
+            gc.collect()  # a step's launches refer to the step
             torch.cuda.empty_cache()
     return result
 

@@ -163,6 +163,7 @@ DEVICE float exponential(float x) {  // the rounding error of x log2(e) is put b
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(y));
     return __fmaf_rn(r, lost * 0.69314718f, r);
 }
+DEVICE float relu(float x) { return x < 0.0f ? 0.0f : x; }  // NaN stays NaN
 DEVICE float sigmoid(float x) { return reciprocal(1.0f + exponential(-x)); }
 // silu(min(gate, limit)) * clip(up, -limit, limit); comparisons instead of fmin so that NaN stays NaN.
 DEVICE float swiglu(float gate, float up, float limit) {

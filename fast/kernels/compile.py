@@ -119,7 +119,7 @@ def parse_log(log: str) -> dict[str, Resources]:
 
 
 def _digest(variant: Variant, arch: str, ptx: bool) -> str:
-    h = hashlib.sha256(repr((variant, arch, ptx, compiler_version())).encode())
+    h = hashlib.sha256(repr((variant, arch, ptx, compiler_version(), OPTIONS[0], arch in CONVERTING)).encode())
     for path in sorted([SOURCES / f"{variant.source}.cu", *SOURCES.glob("*.cuh")]):
         h.update(path.name.encode() + path.read_bytes())
     return h.hexdigest()[:32]

@@ -88,32 +88,34 @@ class Kernel:
         shared: int = 0,
         pdl: bool = False,
     ) -> None:
-        """Launch on torch's current stream with `shared` bytes of dynamic shared memory.
+        """Launch on torch's current stream of the device with `shared` bytes of dynamic shared memory.
 
         With `pdl` it may begin before the kernel in front of it has ended: only for chains whose kernels all wait for
         their predecessor before they touch what it wrote. Raises KernelLaunchError.
         """
-        if shared > self._allowed:
-            _check(_driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared), self.name)
-            self._allowed = shared
-        config = _Config(
-            (ctypes.c_uint * 3)(*grid),
-            (ctypes.c_uint * 3)(threads, 1, 1),
-            shared,
-            torch.cuda.current_stream(self.device).cuda_stream,
-            ctypes.pointer(self._attribute) if pdl else None,
-            1 if pdl else 0,
-        )
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self.function, arguments, None), self.name)
+        with torch.cuda.device(self.device):
+            if shared > self._allowed:
+                _check(_driver().cuFuncSetAttribute(self.function, _MAX_DYNAMIC_SHARED, shared), self.name)
+                self._allowed = shared
+            config = _Config(
+                (ctypes.c_uint * 3)(*grid),
+                (ctypes.c_uint * 3)(threads, 1, 1),
+                shared,
+                torch.cuda.current_stream().cuda_stream,
+                ctypes.pointer(self._attribute) if pdl else None,
+                1 if pdl else 0,
+            )
+            _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self.function, arguments, None), self.name)
 
 
 @cache
 def _module(variant: Variant, device: int) -> ctypes.c_void_p:
-    torch.zeros(1, device=torch.device("cuda", device))  # makes torch's context current
     binary = build(variant, target(*torch.cuda.get_device_capability(device)))
     module = ctypes.c_void_p()
-    _check(_driver().cuModuleLoadData(ctypes.byref(module), binary.code), variant.name)
+    with torch.cuda.device(device):
+        torch.zeros(1, device="cuda")  # makes torch's context of the device current
+        _check(_driver().cuModuleLoadData(ctypes.byref(module), binary.code), variant.name)
     return module
 
 

@@ -31,7 +31,7 @@ struct Indexer {
     float rms_eps;
 };
 
-DEVICE int visible(const Indexer &p, int row) { return load_i32(p.position + row / p.tokens) + row % p.tokens + 1; }
+DEVICE int visible(const Indexer &p, int row) { return min(load_i32(p.position + row / p.tokens) + row % p.tokens + 1, p.capacity); }
 
 // to <- bf16(weight from / sqrt(mean from^2 + eps)) of n values, by a block; sums in thread, then warp order.
 DEVICE void rms_norm(const u8 *from, const u8 *weight, u8 *to, int n, float eps) {
@@ -62,6 +62,7 @@ DEVICE void indexer_store(const Indexer &p, int sequence) {
     for (int token = 0; token < p.tokens; ++token) {
         const long long row = (long long)sequence * p.tokens + token;
         const int at = load_i32(p.position + sequence) + token;
+        if (at >= p.capacity) return;  // a full sequence goes on over what it holds
         rms_norm(p.kv + 2 * row * p.ld_kv, p.kv_norm, p.latents + 2 * ((long long)sequence * p.capacity + at) * p.latent, p.latent, p.rms_eps);
         if (warp >= warps - CHANNELS) {  // each of the last warps: the statistics of the whole key, then 32 of its channels
             float x[CHANNELS], sum = 0.0f, spread = 0.0f;
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(256) indexer_score(const __grid_con
 #pragma unroll
             for (int i = 0; i < 2; ++i)
 #pragma unroll
-                for (int j = 0; j < 2; ++j) s[j] += w[m][i] * fmaxf(acc[m][2 * i + j] * (1.0f / sqrtf((float)ID)), 0.0f);
+                for (int j = 0; j < 2; ++j) s[j] += w[m][i] * relu(acc[m][2 * i + j] * (1.0f / sqrtf((float)ID)));
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll

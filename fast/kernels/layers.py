@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fast.kernels import experts, indexer, kda, mhc, mla
+from fast.kernels import experts, gemv, indexer, kda, mhc, mla, router
 from fast.kernels.experts import Bank
 
 
@@ -79,7 +79,12 @@ def unsupported(text: Any) -> str | None:
         "KDA head width, taps": kda.supported(text.linear_head_dim, text.short_conv_kernel_size),
         "MLA widths": (text.qk_nope_head_dim, text.v_head_dim, text.kv_lora_rank) == (mla.N, mla.O, mla.L),
         "indexer": indexer.supported(text.index_n_heads, text.index_head_dim, text.index_kpool),
+        "index_topk": text.index_topk + text.index_kpool - 1 <= mla.WIDEST,
+        "router": router.supported(text.n_routed_experts, text.num_experts_per_tok, text.n_group),
+        "num_experts_per_tok": gemv.ROWS * text.num_experts_per_tok <= experts.MOST_CHOICES,
         "moe_intermediate_size": experts.supported(text.hidden_size, text.moe_intermediate_size),
+        "intermediate_size": experts.supported(text.hidden_size, text.intermediate_size),
+        "shared experts": text.shared_intermediate_size % 8 == 0,
         "q_lora_rank": text.q_lora_rank % 8 == 0,
     }
     return next((name for name, good in checks.items() if not good), None)

@@ -14,6 +14,9 @@ from fast.kernels.driver import Int, Parameters, Pointer, address
 
 N, O, L, PARTS = 256, 256, 512, 4  # noqa: E741
 ROWS = 8
+SPLITS, LEAST_KEYS = 64, 64
+WIDEST = SPLITS * LEAST_KEYS
+"""Selected tokens that every device attends to: in at most SPLITS parts, of LEAST_KEYS where shared memory is short."""
 
 Launch = Callable[[bool], None]
 """launch(pdl)"""
@@ -37,11 +40,11 @@ class Workspace:
 
 def keys(device: int) -> int:
     """Selected tokens per block, by the shared memory a block may have."""
-    return 128 if driver.roomy(device) else 64
+    return 2 * LEAST_KEYS if driver.roomy(device) else LEAST_KEYS
 
 
 def variant(*, roomy: bool) -> Variant:
-    return Variant("mla", (("KEYS", 128 if roomy else 64),))
+    return Variant("mla", (("KEYS", 2 * LEAST_KEYS if roomy else LEAST_KEYS),))
 
 
 def workspace(R: int, H: int, width: int, device: torch.device) -> Workspace:
@@ -80,7 +83,7 @@ def launches(
     p = _Mla(*map(address, (q, kv_b, work.qa, latents, selected, count, work.part, work.part_ml, out)))
     p.rows, p.heads, p.tokens, p.capacity = R, H, R // S, capacity
     p.width, p.splits, p.ld_q = selected.shape[1], splits, q.stride(0)
-    assert splits <= 64, splits
+    assert splits <= SPLITS, splits
     row = 2 * L + 16
     plans: dict[str, tuple[tuple[int, int, int], int, int]] = {
         "mla_absorb": ((H * PARTS, 1, 1), 512, 8 * 512 * 16 + 32 * 128 * 4),

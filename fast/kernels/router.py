@@ -26,6 +26,10 @@ class _Choose(Parameters):
     _fields_ = (("router", RouterStruct), ("logits", Pointer), ("rows", Int))
 
 
+def supported(experts: int, top_k: int, groups: int) -> bool:
+    return experts <= 512 and top_k <= min(32, experts) and groups <= 32 and experts % groups == 0
+
+
 @dataclass(frozen=True, slots=True)
 class Router:
     """bias [E] fp32; ids [R, k] int32 and weights [R, k] fp32 receive the choice, ids ascending in a row."""
@@ -42,10 +46,7 @@ class Router:
         (R, k) = self.ids.shape
         assert self.weights.shape == (R, k), (tuple(self.weights.shape), R, k)
         assert (self.bias.shape, self.bias.dtype) == ((experts,), torch.float32), (tuple(self.bias.shape), experts)
-        assert experts <= 512, experts
-        assert k <= min(32, experts), (k, experts)
-        assert self.groups <= 32, self.groups
-        assert experts % self.groups == 0, (experts, self.groups)
+        assert supported(experts, k, self.groups), (experts, k, self.groups)
         return RouterStruct(
             address(self.bias),
             address(self.ids),

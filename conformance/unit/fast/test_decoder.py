@@ -22,7 +22,7 @@ from conformance.unit.fast.runs import tokens
 from fast import decoder, layout, memory
 from fast.config import parse
 from fast.graph import DecodeStep
-from fast.kernels import driver, gemv, mla
+from fast.kernels import driver, gemv, layers, mla
 from fast.linear import ROWS
 from fast.model import TextModel
 from fast.sharding import Mesh
@@ -194,8 +194,7 @@ def test_the_room_that_is_reserved_is_that_of_the_plan(
 ) -> None:
     """Caches of the kernels and steps of every row count, to the byte; none of it grows until the last token."""
     monkeypatch.setattr(decoder, "LEAST", 32)
-    monkeypatch.setattr(driver, "shared_limit", lambda device: 99 * 1024)
-    assert mla.keys(0) == decoder.LEAST_KEYS
+    monkeypatch.setattr(mla, "keys", lambda device: mla.LEAST_KEYS)
     if name != "narrow":
         model = Pretended(make(tmp_path / name, "nvidia", narrow(name, layers), 0))
     kernels, text = model.kernels, model.config.text
@@ -240,3 +239,46 @@ def test_nothing_is_planned_for_kernels_that_do_not_run(model: Pretended) -> Non
     parsed = parse(geometry("tiny").config)
     shapes, options["gate_rank"] = layout.export_tensors(parsed, "nvidia", 16), 16
     assert "decode steps" not in memory.plan(parsed, shapes, Mesh(), memory.HARDWARE["h200"], **options).workspaces
+
+
+def test_room_that_there_is_no_memory_for_is_not_asked_for_again(
+    model: Pretended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "LEAST", 32)
+    model.prefill(tokens(6, 40, 512))
+    kernels, made_at_all = model.kernels, DecodeStep.__init__
+    assert kernels is not None
+
+    def full(self: DecodeStep, *arguments: Any, capacity: int, **options: Any) -> None:
+        if capacity > 64:
+            raise torch.OutOfMemoryError(f"{capacity} tokens")
+        made_at_all(self, *arguments, capacity=capacity, **options)
+
+    monkeypatch.setattr(DecodeStep, "__init__", full)
+    with pytest.raises(torch.OutOfMemoryError, match="100 tokens"):
+        model.reset(100)
+    model.reset(8)
+    model.prefill(tokens(7, 8, 512))
+    assert model.state.length == 8
+    assert kernels.capacity == 32
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"n_routed_experts": 576}, "router"),
+        ({"n_group": 36}, "router"),
+        ({"index_topk": 4096}, "index_topk"),
+        ({"intermediate_size": 12304}, "intermediate_size"),
+        ({"moe_intermediate_size": 2056}, "moe_intermediate_size"),
+        ({"hc_mult": 5}, "hidden_size, hc_mult"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_do_not_cover_is_said_before_they_are_launched(
+    change: dict[str, Any], reason: str | None
+) -> None:
+    text = parse(geometry("full").config).text
+    assert layers.unsupported(dataclasses.replace(text, **change)) == reason
