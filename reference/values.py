@@ -26,7 +26,7 @@ def check(where: str, dtype: str, shape: tuple[int, ...], data: memoryview, firs
         kind = e.NonFiniteWeightError
         if where.endswith("_conv1d.weight"):
             with np.errstate(over="ignore", invalid="ignore"):
-                bad |= np.isinf(numbers.astype(ml_dtypes.bfloat16))
+                bad |= ~np.isfinite(numbers.astype(ml_dtypes.bfloat16))
         if where.endswith((TENSOR_SCALE, INPUT_SCALE)):
             bad |= np.signbit(numbers)
             kind = e.TensorScaleError
