@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gemv(const __grid_co
     for (int first = -GROUP; first < mine; first += GROUP) {
         if (first == 0) {
             pdl_wait();
-            if (ROUTER) pdl_launch();  // behind the wait: experts_up may then read x before its own
+            if (ROUTER) pdl_launch();  // behind the wait: experts.cu may then read x before its own
             load_x(p, 0, warp, g, t, x);
         }
         float c[GROUP][4] = {};

@@ -1,4 +1,5 @@
-// One manifold-constrained hyper-connection site for 1..8 rows: [combine of the previous site ->] mix, collapse, RMSNorm. One cluster of 8 blocks; a warp owns 32 columns of all C streams, kept in registers as mma operands.
+// One manifold-constrained hyper-connection site for 1..8 rows: [combine of the previous site ->] mix, collapse, RMSNorm.
+// One cluster of 8 blocks; a warp owns 32 columns of all C streams, kept in registers as mma operands.
 //
 // S'[j] = bf16(post[j] o + sum_i comb[i][j] S[i]);  m = (flatten(S') / rms) fn^T;  pre, post, comb from m;  x = bf16(sum_i
 // pre[i] S'[i]);  y = bf16(w x / rms(x)). The 24 sums run over the cluster in block order, then warp order inside a block;

@@ -27,6 +27,7 @@ class _Choose(Parameters):
 
 
 def supported(experts: int, top_k: int, groups: int) -> bool:
+    """Whether a warp holds the choice: a lane at most 16 experts, a place of the choice, and a group."""
     return experts <= 512 and top_k <= min(32, experts) and groups <= 32 and experts % groups == 0
 
 
