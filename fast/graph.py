@@ -10,7 +10,9 @@ With a tap the launches are the same, and each is followed by what it wrote.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +125,23 @@ class Witness:
     start: int
 
 
+@contextmanager
+def recording(device: torch.device) -> Iterator[torch.cuda.CUDAGraph]:
+    """-> the graph that takes what is launched inside.
+
+    CUDA breaks a recording off when its thread destroys another graph, as a garbage collection at the wrong moment does
+    with a step that nobody holds any more: none happens inside. Other threads may use the device meanwhile.
+    """
+    graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            yield graph
+    finally:
+        if collecting:
+            gc.enable()
+
+
 class DecodeStep:
     """`model`: weights on a CUDA device. `sequences` S; `tokens` T, 1 unless drafts are verified; `capacity`: the most
     tokens a sequence may hold. `token` [R] and `position` [S] int32 are its inputs (position: tokens already held).
@@ -170,8 +189,7 @@ class DecodeStep:
         if warm:
             self.run(pdl=False, head=head)
             torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph):
+        with recording(self.device) as graph:
             self.run(head=head)
         self.graph = graph
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fast.graph import recording
 from tools.errors import UsageError
 
 Launch = Callable[[], Any]
@@ -50,8 +51,7 @@ def recorded(launch: Launch, passes: int = 1) -> torch.cuda.CUDAGraph:
     with torch.cuda.stream(stream):
         launch()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with recording(device()) as graph:
         for _ in range(passes):
             launch()
     return graph

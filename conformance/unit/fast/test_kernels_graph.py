@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from conformance.checkpoints.geometry import geometry
 from conformance.unit.fast import kernel_cases as cases
 from conformance.unit.fast.kernel_cases import CUDA
 from fast import config as configs
-from fast.graph import DecodeStep, GraphGeometryError, GraphRowsError
+from fast.graph import DecodeStep, GraphGeometryError, GraphRowsError, recording
 from fast.kernels import layers
 from fast.ledger import Ledger
 from fast.loader import Weights
@@ -115,6 +116,33 @@ def test_a_replay_has_the_bits_of_eager_launches(bound: Weights, lengths: tuple[
     assert torch.equal(eager[1] - start[1], torch.full_like(start[1], 3))
     for act in (step.replay, step.run, step.replay):
         assert all(torch.equal(a, b) for a, b in zip(after(act, 3), eager, strict=True))
+
+
+def test_a_recording_outlives_garbage_that_holds_another_graph() -> None:
+    x = torch.zeros(4, device=CUDA)
+    with recording(x.device) as other:
+        x.add_(1.0)
+    others = [other]
+    del other
+    with recording(x.device) as graph:
+        circle: list[Any] = [others.pop()]
+        circle.append(circle)
+        del circle
+        kept: list[list[int]] = [[] for _ in range(100_000)]  # the collector would run many times
+        x.add_(1.0)
+    graph.replay()
+    assert (x.tolist(), len(kept)) == ([1.0] * 4, 100_000)
+
+
+def test_other_threads_may_use_the_device_during_a_recording() -> None:
+    x, found = torch.zeros(4, device=CUDA), []
+    with recording(x.device) as graph:
+        thread = threading.Thread(target=lambda: found.append(torch.ones(1 << 22).pin_memory().to(CUDA).sum().item()))
+        thread.start()
+        thread.join()
+        x.add_(1.0)
+    graph.replay()
+    assert (x.tolist(), found) == ([1.0] * 4, [float(1 << 22)])
 
 
 def test_a_row_has_the_same_bits_alone(bound: Weights) -> None:
