@@ -9,6 +9,8 @@ once rounded to float32.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from math import factorial
 
 import numpy as np
@@ -20,6 +22,25 @@ _EXP_TAIL = tuple(1.0 / factorial(n) for n in range(13, 1, -1))  # exp(r) = 1 + 
 _LOG_TAIL = tuple(2.0 / n for n in range(25, 1, -2))  # log((1+s)/(1-s)) = 2s + s (2/3 z + 2/5 z^2 + ...), z = s^2
 _EXP_MAX = float.fromhex("0x1.62e42fefa39efp+9")  # the largest x with a finite exp(x)
 _EXP_MIN = -745.2  # exp(x) rounds to zero below about -745.13
+_EXP_MILD = 700.0  # up to this size of x, exp(x) is far from both ends of the range
+_BLOCK = 1 << 13  # elements worked on at a time: what one block needs stays in a core's own cache
+
+
+def in_blocks(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarray], np.ndarray]:
+    """An elementwise function of one array, applied to `_BLOCK` elements at a time; elements cannot tell."""
+
+    @wraps(function)
+    def blocked(x: np.ndarray) -> np.ndarray:
+        x = np.asarray(x, np.float64)
+        if x.size <= _BLOCK:
+            return np.asarray(function(x))
+        flat = x.reshape(-1)
+        out = np.empty_like(flat)
+        for start in range(0, len(flat), _BLOCK):
+            out[start : start + _BLOCK] = function(flat[start : start + _BLOCK])
+        return out.reshape(x.shape)
+
+    return blocked
 
 
 def _one_nan(x: np.ndarray) -> np.ndarray:
@@ -27,20 +48,27 @@ def _one_nan(x: np.ndarray) -> np.ndarray:
     return np.where(nan, np.nan, x) if nan.any() else x
 
 
+@in_blocks
 def exp(x: np.ndarray) -> np.ndarray:
     """e^x. Overflow gives inf, underflow passes through the subnormals to 0; exp(-inf) = 0, exp(+-0) = 1."""
-    x = np.asarray(x, np.float64)
-    inside = np.where(x > _EXP_MIN, np.where(x < _EXP_MAX, x, _EXP_MAX), _EXP_MIN)
-    k = np.rint(inside * _LOG2_E)
+    mild = bool((np.abs(x) < _EXP_MILD).all())
+    inside = x if mild else np.where(x > _EXP_MIN, np.where(x < _EXP_MAX, x, _EXP_MAX), _EXP_MIN)
+    k = np.asarray(inside * _LOG2_E)
+    np.rint(k, out=k)
     high = inside - k * _LN2_HI
-    low = k * _LN2_LO
+    low = np.asarray(k * _LN2_LO)
     r = high - low
     tail = np.full_like(r, _EXP_TAIL[0])
     for c in _EXP_TAIL[1:]:
         tail *= r
         tail += c
-    y = 1.0 + (high - (low - r * r * tail))
+    tail *= r * r
+    low -= tail
+    y = high - low
+    y += 1.0
     k = k.astype(np.int64)
+    if mild:
+        return y * _power(k)
     half = k >> 1
     with np.errstate(under="ignore"):
         y = y * _power(half) * _power(k - half)
@@ -73,16 +101,18 @@ def log(x: np.ndarray) -> np.ndarray:
     return np.where((x < 0) | np.isnan(x), np.nan, y)
 
 
+@in_blocks
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + e^-x), through e^-|x| so that neither side overflows or cancels."""
-    x = np.asarray(x, np.float64)
     e = exp(-np.abs(x))
     return np.where(x < 0, e, 1.0) / (1.0 + e)
 
 
+@in_blocks
 def silu(x: np.ndarray) -> np.ndarray:
     """x * sigmoid(x), the product rounded once; silu(-inf) = -0."""
-    x = np.asarray(x, np.float64)
+    if np.isfinite(x).all():
+        return x * sigmoid(x)
     return np.where(x == -np.inf, -0.0, _one_nan(np.where(x == -np.inf, 0.0, x) * sigmoid(x)))
 
 
@@ -101,17 +131,19 @@ def total(x: np.ndarray, axis: int = -1) -> np.ndarray:
     axis = range(x.ndim)[axis]
     if axis:
         x = x.transpose(axis, *range(axis), *range(axis + 1, x.ndim))
-    if len(x) == 0:
+    count = len(x)
+    if count == 0:
         return np.zeros(x.shape[1:])
     with np.errstate(invalid="ignore", over="ignore"):
-        while len(x) > 1:
-            if len(x) % 2:
+        while count > 2:
+            if count % 2:
                 even = x[0::2].copy()
                 even[:-1] += x[1::2]
                 x = even
             else:
                 x = x[0::2] + x[1::2]
-        return _one_nan(x[0] + 0.0)
+            count = len(x)
+        return _one_nan((x[0] + x[1] if count == 2 else x[0]) + 0.0)
 
 
 def softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from reference.elementary import in_blocks
+
 _BF16 = (45, -133)  # float64 mantissa bits that go, exponent of the smallest subnormal
 _F32 = (29, -149)
 _LIMIT = 2.0**128
@@ -20,29 +22,34 @@ def _settle(y: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(y), np.nan, y)
 
 
-def _nearest(x: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
-    drop, bottom = grid
-    x = np.asarray(x, np.float64)
+@in_blocks
+def round_bf16(x: np.ndarray) -> np.ndarray:
+    """x to the nearest bfloat16, ties to even, subnormals kept, overflow to infinity, sign of zero kept."""
+    drop, bottom = _BF16
     bits = x.view(np.int64)
     # Adding just under half a unit, plus the last kept bit, carries exactly when nearest-even rounds up.
-    kept = (bits + (((bits >> drop) & 1) + ((1 << (drop - 1)) - 1))) & (-1 << drop)
-    y = np.asarray(kept).view(np.float64)
-    small = np.abs(x) < 2.0 ** (bottom + 52 - drop)
+    kept = np.asarray(bits >> drop)
+    kept &= 1
+    kept += bits
+    kept += (1 << (drop - 1)) - 1
+    kept &= -1 << drop
+    y = kept.view(np.float64)
+    size = np.abs(x)
+    small = size < 2.0 ** (bottom + 52 - drop)
     if small.any():
         anchor = np.where(np.signbit(x), -1.0, 1.0) * 2.0 ** (bottom + 52)
         # The smallest normal is where the grid stops refining: one addition rounds to its even neighbour there.
         y = np.where(small, np.copysign((x + anchor) - anchor, x), y)
-    return _settle(np.where(np.isfinite(x), y, x))
+    return y if (size < _LIMIT / 2).all() else _settle(np.where(np.isfinite(x), y, x))
 
 
-def round_bf16(x: np.ndarray) -> np.ndarray:
-    """x to the nearest bfloat16, ties to even, subnormals kept, overflow to infinity, sign of zero kept."""
-    return _nearest(x, _BF16)
-
-
+@in_blocks
 def round_f32(x: np.ndarray) -> np.ndarray:
     """x to the nearest float32, ties to even, subnormals kept, overflow to infinity, sign of zero kept."""
-    return _nearest(x, _F32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        y = x.astype(np.float32)
+    wide = y.astype(np.float64)
+    return wide if np.isfinite(y).all() else _settle(wide)
 
 
 def _at_random(x: np.ndarray, grid: tuple[int, int], u: np.ndarray) -> np.ndarray:
