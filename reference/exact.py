@@ -21,6 +21,7 @@ _DEPTH = 8  # slices per operand before a row or column counts as wide
 _KEPT = 1 << 21  # elements of a right operand up to which its slices are kept
 _BLOCK = 1 << 20  # elements of a larger one that are cut at a time
 _WORK = 1 << 22  # elements of a result worked out at a time
+_NEAR = 1 << 14  # the same where the right operand keeps its slices: what a core's own cache holds
 _MILD = 250  # exponents smaller than this, on both sides, scale a result in two exact steps
 
 
@@ -36,6 +37,8 @@ def _pow2(n: np.ndarray) -> np.ndarray:
 
 def _largest(x: np.ndarray, axis: int) -> np.ndarray:
     """Largest magnitude along `axis`, kept, float64; NaN or infinity where there is one."""
+    if x.size <= _NEAR:
+        return np.asarray(np.abs(x).max(axis=axis, keepdims=True, initial=0.0), np.float64)
     top = np.maximum(x.max(axis=axis, keepdims=True, initial=0.0), -x.min(axis=axis, keepdims=True, initial=0.0))
     return np.asarray(np.abs(top), np.float64)
 
@@ -163,14 +166,20 @@ def product(a: np.ndarray, b: np.ndarray | Sliced, *, odd: bool = False) -> np.n
     turns into one single correct rounding.
     """
     a = np.asarray(a, np.float64)
+    if not isinstance(b, Sliced) and b.ndim > 2 and a.shape[:-2] == b.shape[:-2] and a.shape[-1] == b.shape[-2]:
+        step = max(1, 2 * _NEAR * len(b) // max(b.size, 1))
+        if step < len(b):
+            parts = [product(a[i : i + step], Sliced(b[i : i + step]), odd=odd) for i in range(0, len(b), step)]
+            return np.concatenate(parts)
     right = b if isinstance(b, Sliced) else Sliced(b)
     if a.ndim < 2 or a.shape[-1] != right.k:
         raise ValueError(f"cannot multiply {a.shape} by {right.shape}: the K axes differ")
     if len(right.shape) == 2 and a.ndim > 2:
         return product(a.reshape(-1, right.k), right, odd=odd).reshape(*a.shape[:-1], right.n)
     rows = a.shape[-2]
-    if len(right.shape) == 2 and rows > 32 and rows * right.n > _WORK:
-        step = max(32, _WORK // right.n)
+    work, width = (_NEAR, max(right.n, right.k)) if right._kept else (_WORK, right.n)
+    if len(right.shape) == 2 and rows > 32 and rows * width > work:
+        step = max(32, work // width)
         return np.concatenate([product(a[i : i + step], right, odd=odd) for i in range(0, rows, step)])
     lead = np.broadcast_shapes(a.shape[:-2], right.shape[:-2]) if a.ndim > 2 or len(right.shape) > 2 else ()
     out_shape = (*lead, rows, right.n)
@@ -201,7 +210,7 @@ def _limbs(slices: list[np.ndarray], right: Sliced, shape: tuple[int, ...]) -> n
     count, q = len(slices), right.bits + 1
     stacked = np.concatenate(slices, axis=-2) if count > 1 else slices[0]
     lead = len(shape) - 2
-    limbs = np.zeros((count + right.count - 1, *shape) if len(right._kept) != 1 else 0)
+    limbs = np.empty((count + right.count - 1, *shape) if len(right._kept) != 1 else 0)
     for cols, j, weight in right.slices():
         got = np.matmul(stacked, weight)
         parts = got.reshape(*got.shape[:-2], count, shape[-2], -1)
@@ -209,13 +218,18 @@ def _limbs(slices: list[np.ndarray], right: Sliced, shape: tuple[int, ...]) -> n
             parts = parts.transpose(lead, *range(lead), lead + 1, lead + 2)
         if len(right._kept) == 1:
             return parts
+        if j == 0:
+            limbs[:count, ..., cols] = parts
+            limbs[count:, ..., cols] = 0.0
+            parts = limbs[:count, ..., cols]
         if min(count, right.count) > 4:
             carry = np.rint(parts * 2.0**-q)
             top = 0 if j else 1  # limb 0 has nothing above it and takes one product only
             carry[:top] = 0.0
             limbs[j + top - 1 : j + count - 1, ..., cols] += carry[top:]
-            parts = parts - carry * 2.0**q
-        limbs[j : j + count, ..., cols] += parts
+            parts -= carry * 2.0**q
+        if j:
+            limbs[j : j + count, ..., cols] += parts
     return limbs
 
 
@@ -225,7 +239,18 @@ def _assemble(limbs: np.ndarray, q: int, e: np.ndarray, right: Sliced, odd: bool
     Carries make every limb but the first at most 2^(q-1) in size. Two such limbs form one exact float64; these are
     added from the top by two-sums until the running sum no longer fits 53 bits (`low` != 0), after which only the
     sign of the first nonzero remainder (`rest`) can matter, and only if `low` is exactly half a unit.
+
+    Of one limb or two, each an exact float64, the sum is rounded by the addition itself, carries or not.
     """
+    unit = right.unit if _mild(e) else None
+    if len(limbs) < 3 and unit is not None and not odd:
+        high = limbs[0] + 0.0
+        if len(limbs) == 2:
+            limbs[1] *= 2.0**-q
+            high += limbs[1]
+        high *= _pow2(e)
+        high *= unit
+        return high
     if len(limbs) >= 7:  # four products may fill a limb to 2^53: make room for the carries from below
         carry = np.rint(limbs[1:] * 2.0**-q)
         limbs[1:] -= carry * 2.0**q
@@ -245,6 +270,9 @@ def _assemble(limbs: np.ndarray, q: int, e: np.ndarray, right: Sliced, odd: bool
             limbs[g + 1] *= 2.0 ** (-q * (g + 1))
             term += limbs[g + 1]
         added = high + term
+        if len(limbs) == 3 and unit is not None and not odd:
+            high = added
+            break
         back = added - high
         error = (high - (added - back)) + (term - back)
         if g == 1:
@@ -256,11 +284,10 @@ def _assemble(limbs: np.ndarray, q: int, e: np.ndarray, right: Sliced, odd: bool
         low = np.where(closed, low, error)
     high += 0.0
     nearest = to_odd = high
-    if rest.any():
+    if len(limbs) > 3 and rest.any():
         # E.g. high + low with low half a unit: the two-sum went to even; a remainder on low's side moves it on.
         beyond = high + 2 * low
         nearest = np.where((beyond - high == 2 * low) & (rest * low > 0), beyond, high)
-    unit = right.unit if _mild(e) else None
     if odd or unit is None:
         bits = high.view(np.int64)
         step = np.where((low > 0) == (high > 0), 1, -1)
