@@ -77,6 +77,8 @@ class Collected:
         self.notes: list[str] = []
 
     def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when != "call":  # the teardown's report has the call's properties too
+            return
         for name, value in report.user_properties:
             if name == RESULT:
                 self.results.append((report.nodeid, value))

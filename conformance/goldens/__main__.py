@@ -1,4 +1,4 @@
-"""`python -m conformance.goldens`: make every golden again and compare, with NumPy and ml_dtypes alone.
+"""`python -m conformance.goldens`: make every golden that is computed again and compare, with NumPy and ml_dtypes alone.
 
 Prints JSON: the digest, what differs, and what this process really computed with (NumPy's SIMD features, the BLAS
 kernels). The portability lanes run it under other interpreters; people use `glm53 golden verify`. Exit status 1 for a
@@ -16,7 +16,7 @@ from conformance.goldens.verify import verify
 
 
 def main(directory: str) -> int:
-    verdict = verify(Path(directory))
+    verdict = verify(Path(directory), computed=True)
     lines = [line for finding in verdict.findings for line in finding.lines()]
     report = {"digest": verdict.digest, "expected": verdict.expected_digest, "findings": lines}
     print(json.dumps(report | {"environment": environment()}))

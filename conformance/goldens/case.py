@@ -87,13 +87,18 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Case:
-    """`suffix`: of the file that holds it, empty for a recipe. `settings` are what the manifest says about it."""
+    """`suffix`: of the file that holds it, empty for a recipe. `settings` are what the manifest says about it.
+
+    `computed`: whether NumPy computes any of it. What is only Python's integers and text is the same under any SIMD
+    level and BLAS kernel.
+    """
 
     name: str
     build: Callable[[Workspace], Made]
     suffix: str = ""
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+    computed: bool = True
 
     @property
     def file(self) -> str:

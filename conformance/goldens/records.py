@@ -164,7 +164,7 @@ def checkpoint_files(workspace: Workspace) -> Made:
 
 def cases() -> list[Case]:
     found = [
-        Case("config-refusals", refusals, ".txt", 0, {"what": "configs and what they are refused for"}),
+        Case("config-refusals", refusals, ".txt", 0, {"what": "configs and what they are refused for"}, computed=False),
         Case("checkpoint-files", checkpoint_files, ".txt", SEED, {"what": "sha256 of every synthetic checkpoint file"}),
     ]
     plans = [(name, _all_ranks(meshes), ".txt") for name, meshes in STORED_MESHES.items()]
@@ -175,5 +175,6 @@ def cases() -> list[Case]:
                 "export": export,
                 "tp, ep, rank": [[mesh.tp, mesh.ep, mesh.rank] for mesh in ranks],
             }
-            found.append(Case(f"plan-{name}-{export}", _plans(name, export, ranks), suffix, 0, settings))
+            build = _plans(name, export, ranks)
+            found.append(Case(f"plan-{name}-{export}", build, suffix, 0, settings, computed=False))
     return found

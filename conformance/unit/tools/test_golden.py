@@ -150,6 +150,16 @@ def test_regen_shows_what_changed_and_keeps_why(golden: Path, monkeypatch: pytes
     assert not verify.verify(golden, only="trace-odd-nvidia-exact", cases=some_cases()).sound
 
 
+def test_only_what_numpy_has_no_part_in_is_left_out_of_a_lane(golden: Path) -> None:
+    """Every plan and refusal is integers and text; the rest is made again, and a change in it is found."""
+    assert {case.name.partition("-")[0] for case in verify.catalogue() if not case.computed} == {"plan", "config"}
+    assert all(case.computed for case in verify.catalogue() if case.name.startswith(("table", "trace", "checkpoint")))
+    kept = manifest.read(golden)
+    verdict = verify.verify(golden, computed=True, cases=some_cases())
+    assert (verdict.findings, verdict.digest) == ([], kept.digest())
+    assert set(verdict.digests) == set(NAMES) - {"config-refusals"}
+
+
 def test_without_a_reason_nothing_is_written(golden: Path, few: None, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path.name: path.read_bytes() for path in golden.iterdir()}
     for extra in ([], ["--reason", "  "]):
