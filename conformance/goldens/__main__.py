@@ -1,4 +1,4 @@
-"""`python -m conformance.goldens`: make every golden that is computed again and compare, with NumPy and ml_dtypes alone.
+"""`python -m conformance.goldens`: make again what NumPy computes of the goldens and compare, without torch.
 
 Prints JSON: the digest, what differs, and what this process really computed with (NumPy's SIMD features, the BLAS
 kernels). The portability lanes run it under other interpreters; people use `glm53 golden verify`. Exit status 1 for a
