@@ -110,14 +110,25 @@ DEVICE void load_inputs(u32 (&x)[4][4], u32 from, u32 step) {
     }
 }
 
-// c += W x for the rows of a slot. `codes`, `scales`: where those of the lane's row g lie; BELOW and NEXT further are the
-// scales of row g + 8 and of the second tile.
-template <int BELOW, int NEXT> DEVICE void multiply(float (&c)[TILES][4], u32 codes, u32 scales, const u32 (&x)[4][4]) {
+// What a lane multiplies of a slot: codes and block scales of rows g and g + 8 of each tile.
+struct Piece {
+    uint4 codes[TILES][2];
+    u32 scales[TILES][2];
+};
+
+// `codes`, `scales`: where those of the lane's row g lie; BELOW and NEXT further are the scales of row g + 8 and of the
+// second tile.
+template <int BELOW, int NEXT> DEVICE void take(Piece &w, u32 codes, u32 scales) {
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-        const u32 sa = shared_u16(scales + i * NEXT), sb = shared_u16(scales + i * NEXT + BELOW);
-        nvfp4_group(c[i], shared16(codes + i * 1024), shared16(codes + i * 1024 + 512), sa, sb, x);
-    }
+    for (int i = 0; i < TILES; ++i)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) w.codes[i][j] = shared16(codes + i * 1024 + j * 512), w.scales[i][j] = shared_u16(scales + i * NEXT + j * BELOW);
+}
+
+// c += W x for the rows of a slot.
+DEVICE void multiply(float (&c)[TILES][4], const Piece &w, const u32 (&x)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) nvfp4_group(c[i], w.codes[i][0], w.codes[i][1], w.scales[i][0], w.scales[i][1], x);
 }
 
 // A warp's sums of the two tiles -> partial [rows][TILES * 16].
@@ -140,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
     __shared__ __align__(16) Plan d;
     __shared__ int input[MAX_DISTINCT][8];  // byte offset of the row's input to the expert in h, or -1
     __shared__ uint4 nothing;
-    __shared__ u64 through[TEAMS];  // mbarrier of a team: its warps that are through with a tile
+    __shared__ u64 through[TEAMS];  // mbarrier of a team: its threads that are through with a tile
     __shared__ int arrived;         // warps that are through with up
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, team = warp / TEAM, slice = warp % TEAM;
     const u32 ring = shared_address(memory) + warp * STAGES * SLOT, in_slot = TILES * 1024 + g * 8 + t * 2;
@@ -244,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
     };
 
     if (threadIdx.x == 0) nothing = make_uint4(0, 0, 0, 0), arrived = 0;
-    if (threadIdx.x < TEAMS) mbarrier_init(shared_address(&through[threadIdx.x]), TEAM);
+    if (threadIdx.x < TEAMS) mbarrier_init(shared_address(&through[threadIdx.x]), TEAM * 32);
     __syncthreads();
     auto load_x = [&]() {
 #pragma unroll 1
@@ -307,9 +318,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
                     copy_wait<STAGES - 1>();
                     __syncwarp();  // scales were copied by other lanes
                     const u32 slot = HIDDEN ? unit % STAGES : stage, from = ring + slot * SLOT;
-                    if (BY_TILE) multiply<256, TILE_SCALES / 2>(c, from + lane * 16, (scale_from ^ (unit & 2) * 8) + used + (unit & 1) * 8, x);
-                    else multiply<64, 128>(c, from + lane * 16, from + in_slot, x);
-                    __syncwarp();
+                    Piece w;
+                    if (BY_TILE) take<256, TILE_SCALES / 2>(w, from + lane * 16, (scale_from ^ (unit & 2) * 8) + used + (unit & 1) * 8);
+                    else take<64, 128>(w, from + lane * 16, from + in_slot);
+                    __syncwarp();  // the slot is refilled while its weights are multiplied
                     if (HIDDEN && live) {  // the cursor is STAGES units ahead
                         if (unit + STAGES == units) next_item();
                         if (unit + STAGES < units) issue_up(slot, unit + STAGES);
@@ -324,6 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
                         advance();
                     }
                     copy_commit();
+                    multiply(c, w, x);
                 }
             // The sums are taken when the team is through with the next tile: no warp waits for the others.
             if (turn) mbarrier_wait(shared_address(&through[team]), (turn - 1) & 1);
@@ -343,8 +356,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
             }
             if (!working) break;
             put(partial + ((team * 2 + (turn & 1)) * TEAM + slice) * (32 * p.rows), c, lane, p.rows);
-            __syncwarp();
-            if (lane == 0) mbarrier_arrive(shared_address(&through[team]));
+            mbarrier_arrive(shared_address(&through[team]));
             ++turn, old = item;
             if (live) used ^= TILE_SCALES;
         }
@@ -360,16 +372,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
             __syncwarp();
         }
 
+        auto shared_inputs = [&](int chunk) {  // of the lane's row and word, for one chunk of the shared expert
+            const int k = (warp * chunks + chunk) * 32 + t * 8;
+            const bool in = chunk < chunks && g < p.rows && (EXACT || k < p.shared_k);
+            return in ? load16(p.shared_x + 2ll * ((long long)g * p.shared_k + k)) : make_uint4(0, 0, 0, 0);
+        };
         bool entering = live;
 #pragma unroll 1
         for (int block = live ? blockIdx.x : 0; block < (live ? row_blocks : p.phases >> 1); block += gridDim.x) {
             float total[TILES][4] = {};
+            const int first_chunk = live ? 0 : max(chunks - 1, 0);
+            uint4 ahead = shared_inputs(first_chunk);
 #pragma unroll 1
-            for (int chunk = live ? 0 : max(chunks - 1, 0); chunk < chunks; ++chunk) {
-                const int k = (warp * chunks + chunk) * 32 + t * 8;
-                const bool in = g < p.rows && (EXACT || k < p.shared_k);
-                const uint4 v = in ? load16(p.shared_x + 2ll * ((long long)g * p.shared_k + k)) : make_uint4(0, 0, 0, 0);
-                const u32 x[4] = {v.x, v.y, v.z, v.w}, from = ring + stage * SLOT + lane * 16;
+            for (int chunk = first_chunk; chunk < chunks; ++chunk) {
+                const u32 x[4] = {ahead.x, ahead.y, ahead.z, ahead.w}, from = ring + stage * SLOT + lane * 16;
+                ahead = shared_inputs(chunk + 1);
                 copy_wait<STAGES - 1>();
 #pragma unroll
                 for (int i = 0; i < TILES; ++i) mma_chunk(total[i], shared16(from + i * 1024), shared16(from + i * 1024 + 512), x);
@@ -409,10 +426,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
                     const u32 from = ring + stage * SLOT;
                     u32 x[4][4];
                     load_inputs(x, g < p.rows ? h_at + stage * 4 * h_step : shared_address(&nothing), x_step);
-                    multiply<64, 128>(c, from + lane * 16, from + in_slot, x);
+                    Piece w;
+                    take<64, 128>(w, from + lane * 16, from + in_slot);
                     __syncwarp();
                     if (live) issue_down(stage, true), advance();
                     copy_commit();
+                    multiply(c, w, x);
                 }
                 const float2 w = shared_f32x2(weight_at + choice * 32);
 #pragma unroll

@@ -60,7 +60,7 @@ DEVICE const u8 *pinned(const u8 *p) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_constant__ Kda p) {
     extern __shared__ __align__(128) u8 memory[];  // state of a sequence, lane-private
     __shared__ __align__(16) float drive[2][HD][4];  // decay, k and q of a state row
-    __shared__ __align__(16) float value[2][HD], gate[2][HD], reduce[KWARPS][VG][8], lengths[4];
+    __shared__ __align__(16) float value[2][HD], gate[2][HD], reduce[KWARPS][VG][8], lengths[3], betas[2];
     const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const int vg = warp / KWARPS * SIDE + lane % SIDE, kg = warp % KWARPS * KLANES + lane / SIDE;
     // Two channels of the q, k or v convolution for roles 0, 1, 2; one gate for the upper half of the threads.
@@ -72,18 +72,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
     const int end = p.sequences * (part + 1) / parts;
     int sequence = p.sequences * part / parts;
     auto tapped = [&](int row, int which) { return p.tap + (((long long)row * p.heads + head) * 6 + which) * HD; };
-    float *state = p.state + ((long long)sequence * p.heads + head) * HD * HD + kg * HD + vg * 4;
-    const long long next_state = (long long)p.heads * HD * HD;
+    auto state_of = [&](int sequence) { return p.state + ((long long)sequence * p.heads + head) * HD * HD + kg * HD + vg * 4; };
     auto fetch_state = [&](const float *from) {
 #pragma unroll
         for (int r = 0; r < KR; ++r) copy16(shared_address(memory) + r * THREADS * 16 + tid * 16, from + r * KGROUPS * HD, true);
         copy_commit();
     };
     // What the predecessor does not write was last written by this kernel a whole step ago: it is read before the wait.
-    fetch_state(state);
+    fetch_state(state_of(sequence));
     const int channel = head * HD + own;
     auto past_of = [&](int sequence) { return (role == 0 ? p.q_past : role == 1 ? p.k_past : p.v_past) + 2 * (sequence * p.past_sequence + channel); };
-    const u8 *fresh_at = (role == 0 ? p.q : role == 1 ? p.k : p.v) + 2 * ((long long)sequence * p.tokens * p.ld + channel);
+    // Of the next row: two inputs of the convolution, or beta for the threads that have no other part in the gates.
+    const u8 *fresh_at = role == 3 ? p.beta + 2 * ((long long)sequence * p.tokens * p.ld_beta + head)
+                                   : (role == 0 ? p.q : role == 1 ? p.k : p.v) + 2 * ((long long)sequence * p.tokens * p.ld + channel);
+    auto fetch_fresh = [&] { return role == 3 ? load_u16(fresh_at) : load_u32(fresh_at); };
     u32 past[3] = {}, fresh = 0;
     auto fetch_past = [&](int from) {
         if (role < 3)
@@ -91,10 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
             for (int j = 0; j < 3; ++j) past[j] = load_u32(past_of(from) + 2 * j * p.past_time);
     };
     fetch_past(sequence);
-    uint4 taps = make_uint4(0, 0, 0, 0);
+    uint4 taps = make_uint4(0, 0, 0, 0);  // of the convolution; or a_log and dt_bias of a decay
     if (role < 3) taps = weight16((role == 0 ? p.q_conv : role == 1 ? p.k_conv : p.v_conv) + 8 * channel);
-    float rate = 0.0f, bias = 0.0f;
-    if (gated >= 0 && gated < HD) rate = __ldg(p.a_log + head), bias = __ldg(p.dt_bias + HD * head + gated);
+    if (gated >= 0 && gated < HD) taps.x = __float_as_uint(__ldg(p.a_log + head)), taps.y = __float_as_uint(__ldg(p.dt_bias + HD * head + gated));
     pdl_launch();
 
 #if FUSED
@@ -103,9 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
     const int g = lane >> 2, t = lane & 3, tile = warp % (WARPS / 2) * 16 + g;
     const bool opening = warp >= WARPS / 2;
     const u8 *const low_weight = (opening ? p.g_b : p.f_b) + 2ll * RANK * (HD * head + tile) + t * 16;
-    int window = 0, window_end = 0;  // rows with products in low_rank
+    int window = 0;  // the first of the rows with products in low_rank
 #endif
-    int turn = 0;
     bool waited = false;
 #pragma unroll 1
     for (; sequence < end; ++sequence) {
@@ -117,6 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
         for (int token = p.rehearse && !waited ? -1 : 0; token < p.tokens; ++token) {
             const int row = sequence * p.tokens + max(token, 0);
             const bool live = token >= 0, last = token == p.tokens - 1;
+            const int turn = (row + live) & 1;
             float4 m[KR];
             auto take_state = [&] {
                 if (token <= 0) copy_wait<0>();
@@ -124,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
                 for (int r = 0; r < KR; ++r) m[r] = incoming[r * THREADS];
             };
 #if FUSED
-            const bool open_window = row >= window_end;
+            const bool open_window = !waited || row >= window + WINDOW;
             const int count = min(WINDOW, end * p.tokens - row);
             uint4 weights[4][2];
             const u8 *input_at = nullptr;
@@ -137,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
 #endif
             if (live && !waited) {
                 pdl_wait();
-                if (role < 3) fresh = load_u32(fresh_at);
+                if (role < 4) fresh = fetch_fresh();
                 waited = true;
             }
 #if FUSED
@@ -155,12 +156,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
 #pragma unroll
                 for (int j = 0; j < 4; ++j) low_rank[2 * t + (j & 1)][(opening ? HD : 0) + tile + j / 2 * 8] = to_bf16(c[0][j] + c[1][j]);
                 window = row;
-                if (live) window_end = row + count;
                 __syncthreads();
             }
 #endif
             if (!opened && token <= 0) take_state();  // it has long been there
-            turn ^= 1;
             if (role < 3) {
                 const float y0 = bf16_low(taps.x) * bf16_low(past[0]) + bf16_high(taps.x) * bf16_low(past[1]) + bf16_low(taps.y) * bf16_low(past[2]) +
                                  bf16_high(taps.y) * bf16_low(fresh);
@@ -175,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
 #pragma unroll
                     for (int j = 0; j < 3; ++j) *(u32 *)(past_of(sequence) + 2 * j * p.past_time) = past[j];
             }
+            if (role == 3) betas[turn] = sigmoid(bf16_to_float((u16)fresh));
             if (gated >= 0) {
                 const bool decays = gated < HD;
                 float v = 0.0f;
@@ -183,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
 #else
                 if (live) v = load_bf16(decays ? p.f + 2 * ((long long)row * p.ld_f + head * HD + gated) : p.g + 2 * ((long long)row * p.ld_g + head * HD + gated - HD));
 #endif
-                const float s = sigmoid(decays ? exponential(rate) * (v + bias) : v);
+                const float s = sigmoid(decays ? exponential(__uint_as_float(taps.x)) * (v + __uint_as_float(taps.y)) : v);
                 if (decays) {
                     const float decay = p.lower * s;
                     drive[turn][gated][0] = exponential(decay);
@@ -192,12 +192,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
             }
             if (opened || token > 0) take_state();
             __syncthreads();
-            const u32 raw_beta = live ? load_u16(p.beta + 2 * ((long long)row * p.ld_beta + head)) : 0;
             const bool more = sequence + 1 < end;
-            if (live && last && more) fetch_state(state + next_state);
+            if (live && last && more) fetch_state(state_of(sequence + 1));
             if (live) {
-                fresh_at += 2 * p.ld;
-                if ((!last || more) && role < 3) fresh = load_u32(fresh_at);
+                fresh_at += 2 * (role == 3 ? p.ld_beta : p.ld);
+                if ((!last || more) && role < 4) fresh = fetch_fresh();
                 if (last && more) fetch_past(sequence + 1);
             }
             // One pass over the decayed state gives k^T M and q^T M; then o = q^T (M + k delta) = q^T M + (q.k) delta. q and k
@@ -236,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
                 if (lane == 0) lengths[0] = qq, lengths[1] = kk, lengths[2] = qk;
             }
             __syncthreads();
-            const float k_scale = inverse_root(lengths[1] + 1e-6f), beta = sigmoid(bf16_to_float((u16)raw_beta));
+            const float k_scale = inverse_root(lengths[1] + 1e-6f), beta = betas[turn];
             // Of four columns; the state changes by k delta, which has the k_scale of the outer product.
             float total[8], delta[4];
             auto finish = [&](int columns) {
@@ -257,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
             }
             if (live && last)
 #pragma unroll
-                for (int r = 0; r < KR; ++r) *(float4 *)(state + r * KGROUPS * HD) = m[r];
+                for (int r = 0; r < KR; ++r) *(float4 *)(state_of(sequence) + r * KGROUPS * HD) = m[r];
             else if (live)
 #pragma unroll
                 for (int r = 0; r < KR; ++r) incoming[r * THREADS] = m[r];
@@ -286,6 +285,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
                 }
             }
         }
-        state += next_state;
     }
 }
