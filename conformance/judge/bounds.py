@@ -236,13 +236,12 @@ class _Tests:
         axes = ["row", "column"] + ["head"] * (self.heads > 1)
         fit = np.asarray(self.fit, np.float32)
         out, parts = [], {}
+        products = z**2, null**2, z * template, null * template
         for axis in axes:
             clumping = 1.0 if axis == "row" else self.clumping
             count, norm = self._sum(fit, axis), np.sqrt(self._sum(template**2, axis))
             drift = self.drift * norm
-            square_z, square_null, along_z, along_null = (
-                self._sum(x, axis) for x in (z**2, null**2, z * template, null * template)
-            )
+            square_z, square_null, along_z, along_null = (self._sum(x, axis) for x in products)
             parts[axis] = square_null, along_null
             scale_z, scale_null = _quotient(along_z, norm), _quotient(along_null, norm)
             out.append(self._size(axis, square_z, square_null, count, drift, clumping))

@@ -11,6 +11,10 @@ import numpy as np
 
 from reference.arithmetic import Arithmetic, Sliced, total
 
+_BLOCK = 1 << 13
+"""Elements rounded at a time: what one block needs stays in a core's own cache. Even, so that draws are those of one
+call."""
+
 
 class Sampler(Arithmetic):
     """Copies of an input along a leading axis become independent samples. Equal seeds and calls give equal samples."""
@@ -22,16 +26,25 @@ class Sampler(Arithmetic):
 
     def store(self, x: np.ndarray, point: str) -> np.ndarray:
         """To one of the two bf16 neighbours of x, which is first rounded to float32 (2^-16 of the step at most)."""
+        out = np.array(x, np.float64, order="C")
+        flat = out.reshape(-1)
         with np.errstate(over="ignore"):
-            bits = np.asarray(x, np.float64).astype(np.float32).view(np.uint32)
-        draw = self._random.integers(0, 1 << 16, size=bits.shape, dtype=np.uint16)
-        return ((bits + draw) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+            for start in range(0, len(flat), _BLOCK):
+                bits = flat[start : start + _BLOCK].astype(np.float32).view(np.uint32)
+                bits += self._random.integers(0, 1 << 16, size=len(bits), dtype=np.uint16)
+                bits &= np.uint32(0xFFFF0000)
+                flat[start : start + _BLOCK] = bits.view(np.float32)
+        return out
 
     def single(self, x: np.ndarray, point: str) -> np.ndarray:
         """To one of the two float32 neighbours of x; a subnormal result keeps more bits than float32 has."""
-        bits = np.ascontiguousarray(x, np.float64).view(np.uint64)
-        draw = self._random.integers(0, 1 << 29, size=bits.shape, dtype=np.uint32)
-        return ((bits + draw) & np.uint64((-1 << 29) & (1 << 64) - 1)).view(np.float64).reshape(np.shape(x))
+        out = np.array(x, np.float64, order="C")
+        flat = out.reshape(-1).view(np.uint64)
+        for start in range(0, len(flat), _BLOCK):
+            bits = flat[start : start + _BLOCK]
+            bits += self._random.integers(0, 1 << 29, size=len(bits), dtype=np.uint32)
+            bits &= np.uint64((-1 << 29) & (1 << 64) - 1)
+        return out
 
     def maybe(self, x: np.ndarray, point: str) -> np.ndarray:
         return self.store(x, point)
@@ -49,7 +62,9 @@ class Sampler(Arithmetic):
         rows = np.sqrt(np.einsum("...i,...i->...", a, a))[..., None]
         noise = self._random.random(y.shape, dtype=np.float32)
         noise -= np.float32(0.5)
-        y += noise * (rows * norms[..., None, :] * 2.0**-23)
+        reach = rows * (norms[..., None, :] * 2.0**-23)
+        reach *= noise
+        y += reach
         if out == "none":
             return y
         return self.store(y, point) if out == "bf16" else self.single(y, point)

@@ -79,9 +79,15 @@ def measure(
     least = np.broadcast_to(np.square(floor), centre.shape)
 
     def residuals(weight: int, rows: slice) -> Singles:
-        rest = (weight * model[rows] + (total[rows] - squares[:, rows])) / (weight + count - 1) + grid[rows]
-        rest = np.maximum(rest, least[rows])
-        return (deviations[:, rows] / np.sqrt(rest)).astype(np.float32)
+        explained, whole, out = weight * model[rows], total[rows], np.empty((count, *model[rows].shape), np.float32)
+        for one in range(count):
+            rest = whole - squares[one, rows]
+            rest += explained
+            rest /= weight + count - 1
+            rest += grid[rows]
+            np.maximum(rest, least[rows], out=rest)
+            out[one] = deviations[one, rows] / np.sqrt(rest, out=rest)
+        return out
 
     sampled = slice(None, None, max(1, len(centre) // _ROWS_TRIED))
 

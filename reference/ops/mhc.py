@@ -14,6 +14,8 @@ import numpy as np
 from reference.arithmetic import Arithmetic, Sliced, sigmoid, softmax, total
 from reference.ops.norm import unit_rms
 
+TILE = 1 << 16
+
 
 class HC(NamedTuple):
     """pre [.., T, C], post [.., T, C], comb [.., T, C, C]."""
@@ -80,5 +82,16 @@ def combine(ar: Arithmetic, streams: np.ndarray, out: np.ndarray, hc: HC) -> np.
     post = ar.maybe(hc.post, "hc.combine.post")
     comb = ar.maybe(hc.comb, "hc.combine.comb")
     added = ar.maybe(post[..., None] * out[..., None, :], "hc.combine.added")
-    mixed = ar.maybe(total(comb[..., None] * streams[..., None, :], axis=-3), "hc.combine.mixed")
+    mixed = ar.maybe(_mix(comb.reshape(-1, C, C), streams.reshape(-1, C, D)).reshape(streams.shape), "hc.combine.mixed")
     return ar.store(added + mixed, "hc.combine")
+
+
+def _mix(comb: np.ndarray, streams: np.ndarray) -> np.ndarray:
+    """comb [T, C, C], streams [T, C, D] -> sum_i comb[i, j] S[i], [T, C, D]; in tiles of tokens, for the products are C
+    times as many."""
+    T, C, D = streams.shape
+    out = np.empty((T, C, D))
+    step = max(1, TILE // (C * C * D))
+    for t in range(0, T, step):
+        out[t : t + step] = total(comb[t : t + step, :, :, None] * streams[t : t + step, :, None, :], axis=-3)
+    return out

@@ -98,5 +98,8 @@ def _gather(rows: np.ndarray, selected: np.ndarray) -> np.ndarray:
     n, K = rows.shape[-2:]
     if n == 0:
         return np.zeros((*B, T, W, K))
-    taken = np.take_along_axis(rows, np.maximum(selected, 0).reshape(*B, T * W, 1), axis=-2).reshape(*B, T, W, K)
-    return np.where(selected[..., None] >= 0, taken, 0.0)
+    lead = int(np.prod(B))
+    first = (np.arange(lead) * n).reshape(*B, 1, 1)
+    taken = rows.reshape(lead * n, K)[np.maximum(selected, 0) + first]
+    taken[selected < 0] = 0.0
+    return taken
