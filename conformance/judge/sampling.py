@@ -42,7 +42,9 @@ class Sampler(Arithmetic):
         flat = out.reshape(-1).view(np.uint64)
         for start in range(0, len(flat), _BLOCK):
             bits = flat[start : start + _BLOCK]
-            bits += self._random.integers(0, 1 << 29, size=len(bits), dtype=np.uint32)
+            draw = self._random.integers(0, 1 << 32, size=len(bits), dtype=np.uint32)
+            draw >>= 3
+            bits += draw
             bits &= np.uint64((-1 << 29) & (1 << 64) - 1)
         return out
 

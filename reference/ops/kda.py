@@ -44,8 +44,8 @@ def conv(ar: Arithmetic, u: np.ndarray, history: np.ndarray, w: Weights) -> tupl
     assert u.shape[-1] == U, (u.shape, kernel.shape)
     assert history.shape[-2:] == (K - 1, U), (history.shape, kernel.shape)
     window = np.concatenate([history, u], axis=-2)
-    taps = np.stack([window[..., i : i + T, :] * kernel[:, i] for i in range(K)], axis=-1)
-    return ar.store(silu(ar.single(total(taps), "kda.conv")), "kda.silu"), window[..., T:, :]
+    taps = np.stack([window[..., i : i + T, :] * kernel[:, i] for i in range(K)])
+    return ar.store(silu(ar.single(total(taps, axis=0), "kda.conv")), "kda.silu"), window[..., T:, :]
 
 
 def gates(ar: Arithmetic, x: np.ndarray, w: Weights, H: int, gate_lower_bound: float) -> tuple[np.ndarray, np.ndarray]:
