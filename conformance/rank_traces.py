@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from reference.sharding import Mesh
 
 KEY = "rank_disagreements"
 SUFFIXES = (".trace", ".safetensors")
+COMMON = tuple(key for key in REQUIRED_METADATA if key != "checkpoint")
+"""Metadata that are the same on all ranks. What a checkpoint's directory is called is a matter of the host."""
 
 
 def load(folder: str | os.PathLike[str]) -> list[Trace]:
@@ -32,7 +35,7 @@ def load(folder: str | os.PathLike[str]) -> list[Trace]:
     for path in sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES):
         trace = Trace.load(path)
         text = trace.metadata.get("rank", "")
-        if not (text.isascii() and text.isdigit()):
+        if not re.fullmatch(r"[0-9]{1,6}", text):
             raise RankTraceError(f"{path}: metadata rank is {text!r}, expected the number of a rank")
         rank = int(text)
         if rank in found:
@@ -47,7 +50,7 @@ def load(folder: str | os.PathLike[str]) -> list[Trace]:
             f"{folder}: ranks {sorted(found)}, expected 0 to {mesh.world - 1} of tp {mesh.tp}, ep {mesh.ep}"
         )
     for path, trace in found.values():
-        for key in REQUIRED_METADATA:
+        for key in COMMON:
             have, want = trace.metadata.get(key), first.metadata.get(key)
             if have != want:
                 raise RankTraceError(f"{path}: metadata {key} is {have!r}, {want!r} in {first_path.name}")
@@ -93,7 +96,7 @@ def joined(traces: Sequence[Trace]) -> Trace:
 
 
 def disagreements(trace: Trace) -> dict[str, str]:
-    """tap -> what its ranks disagree in; empty for most traces. Raises RankTraceError for a value that is no object."""
+    """tap -> what its ranks disagree in; empty for most traces. Raises RankTraceError for any other value."""
     text = trace.metadata.get(KEY, "{}")
     try:
         found = json.loads(text)
@@ -101,12 +104,20 @@ def disagreements(trace: Trace) -> dict[str, str]:
         found = None
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise RankTraceError(f"metadata {KEY} is {text[:80]!r}, expected an object of strings")
+    if not "".join([*found, *found.values()]).isprintable():
+        raise RankTraceError(f"metadata {KEY} is {text[:80]!r}, expected printable text")
     return found
 
 
 def of_path(path: Path) -> Trace:
-    """A trace file, or a folder of rank traces, joined. What `disagreements` raises, it raises with the file's name."""
+    """A trace file, or a folder of rank traces, joined. What `disagreements` raises, it raises with the file's name.
+
+    Raises RankTraceError for the trace of one rank of several: its heads and partial sums are not the model's.
+    """
     trace = joined(load(path)) if path.is_dir() else Trace.load(path)
+    world = max(int(trace.metadata["tp"]), int(trace.metadata["ep"]))
+    if "rank" in trace.metadata and world > 1:
+        raise RankTraceError(f"{path}: rank {trace.metadata['rank']} of {world}, expected the folder with all of them")
     try:
         disagreements(trace)
     except RankTraceError as error:

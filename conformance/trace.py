@@ -11,6 +11,8 @@ import fnmatch
 import itertools
 import json
 import os
+import re
+import stat
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -215,7 +217,11 @@ class Trace:
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """-> (header object, offset of the data section)."""
-    size = path.stat().st_size
+    status = path.stat()
+    if not (stat.S_ISREG(status.st_mode) or path.is_dir()):
+        # Opening a pipe would wait for whoever writes into it.
+        raise TraceUnreadableError(f"{path}: cannot be read: not a regular file")
+    size = status.st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
@@ -298,8 +304,8 @@ def _check_metadata(path: Path, metadata: Any) -> None:
         if not (key + value).isprintable():
             raise TraceMetadataError(f"{path}: metadata {show(key)} is {show(value)}, expected printable text")
     for key in ("tp", "ep"):
-        if not metadata[key].isascii() or not metadata[key].isdigit() or int(metadata[key]) < 1:
-            raise TraceMetadataError(f"{path}: metadata {key} is {metadata[key]!r}, expected a number >= 1")
+        if not re.fullmatch(r"0*[1-9][0-9]{0,5}", metadata[key]):
+            raise TraceMetadataError(f"{path}: metadata {key} is {show(metadata[key])}, expected a number, 1 to 999999")
     try:
         Schedule.parse(metadata["schedule"])
     except TraceScheduleError as error:

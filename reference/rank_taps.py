@@ -28,6 +28,8 @@ HEAD_AXIS = {
     "attn.beta": -1,
     "attn.state": -3,
 }
+AXES = {"attn.beta": 2} | {f"attn.{name}": 3 for name in ("q", "k", "v", "g", "core", "state")}
+"""The least number of axes of a tap that joins by heads."""
 CHANNELS = "attn.conv_state"
 SUMS = ("routed.out", "shared.out")
 
@@ -72,7 +74,11 @@ def join(name: str, found: Sequence[np.ndarray | None], mesh: Mesh) -> np.ndarra
             raise RankShapeError(
                 f"{name}: {part.dtype} {list(part.shape)} on rank {rank}, {parts[0].dtype} {list(parts[0].shape)} on 0"
             )
-    rule = rule_of(name)
+    rule, leaf, shape = rule_of(name), _leaf(name), parts[0].shape
+    if len(shape) < AXES.get(leaf, 0):
+        raise RankShapeError(f"{name}: {list(shape)} on every rank, expected {AXES[leaf]} axes, one of them heads")
+    if rule == "channels" and (len(shape) < 2 or shape[-1] % 3):
+        raise RankShapeError(f"{name}: {list(shape)} on every rank, expected a last axis of as many q, k and v")
     if rule == "sum":
         out = parts[0].astype(np.float64)
         for part in parts[1:]:
@@ -84,7 +90,7 @@ def join(name: str, found: Sequence[np.ndarray | None], mesh: Mesh) -> np.ndarra
     if rule == "replicated" or mesh.tp == 1:
         return parts[0]
     if rule == "heads":
-        return np.concatenate(parts[: mesh.tp], axis=HEAD_AXIS[_leaf(name)])
+        return np.concatenate(parts[: mesh.tp], axis=HEAD_AXIS[leaf])
     return join_channels(parts[: mesh.tp])
 
 

@@ -9,13 +9,15 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from conformance import rank_traces
 from conformance.errors import EngineClosedError, EngineOptionError, TraceMismatchError
 from conformance.trace import Schedule, Trace, wanted
 from reference.checkpoint import open_checkpoint
 
 
 class FileEngine:
-    """`open(directory, trace=FILE)` reads the file; `run` refuses any tokens or schedule but the ones it was made with.
+    """`open(directory, trace=FILE)` reads the file, or a folder of rank traces; `run` refuses any tokens or schedule
+    but the ones it was made with.
 
     The trace must have been made with the same config (`config_sha256`) and export as the directory.
     """
@@ -28,14 +30,14 @@ class FileEngine:
         self.trace: Trace | None = None
 
     def open(self, directory: str | os.PathLike[str], **options: Any) -> None:
-        """Raises EngineOptionError, TraceMismatchError and what `Trace.load` and `open_checkpoint` raise."""
+        """Raises EngineOptionError, TraceMismatchError and what `rank_traces.of_path` and `open_checkpoint` raise."""
         for key, value in options.items():
             if key != "trace":
                 raise EngineOptionError(f"engine file: option {key}={value!r} is not offered; it has trace")
         if "trace" not in options:
             raise EngineOptionError("engine file: option trace is missing, expected the path of a trace file")
         self.path = Path(options["trace"])
-        self.trace = Trace.load(self.path)
+        self.trace = rank_traces.of_path(self.path)
         checkpoint = open_checkpoint(Path(directory))
         belongs(self.trace, config_sha256=checkpoint.config.sha256, export=checkpoint.export, source=str(self.path))
 

@@ -62,8 +62,9 @@ def compare(
         tensors.append(tensor)
         report(tensor.name)
     usable = Trace(trace.metadata, {name: tap for name, tap in trace.taps.items() if name not in unfit})
-    apart = {name: why for name, why in disagreements(trace).items() if name in trace.taps}
-    problems += [Problem("ranks", name, why, "one plan", True, f"tap {name}: {why}") for name, why in apart.items()]
+    told = disagreements(trace)
+    problems += [Problem("ranks", name, why, "one plan", True, f"tap {name}: {why}") for name, why in told.items()]
+    apart = {name: why for name, why in told.items() if name in trace.taps}
     places = {name: place for place, name in enumerate([*owner.order, *drafts.order(owner.config)])}
     rows: list[TapRow] = [
         unfit_row(places[name], name, trace.taps[name], why) for name, why in (unfit | apart).items() if name in places

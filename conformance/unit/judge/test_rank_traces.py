@@ -1,6 +1,7 @@
 """Traces of ranks joined by the plan, and what they disagree in carried to the verdict."""
 
 import json
+import os
 
 import ml_dtypes
 import numpy as np
@@ -9,11 +10,11 @@ import pytest
 from conformance import rank_traces
 from conformance.checkpoints.shared import shared
 from conformance.engines import registry
-from conformance.errors import EngineOptionError, RankTraceError
+from conformance.errors import EngineOptionError, RankTraceError, TraceUnreadableError
 from conformance.judge import Rebase, compare
 from conformance.trace import Schedule, Trace, metadata
 from reference.checkpoint import open_checkpoint
-from reference.errors import DivisionError, MeshError
+from reference.errors import DivisionError, InputError, MeshError
 
 T = 5
 IDS = np.arange(T, dtype=np.int32)
@@ -92,6 +93,24 @@ def test_parts_that_do_not_join_are_told(parts, words):
     assert rank_traces.disagreements(joined)["layers.0.attn.in"].startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("tap", "shape", "words"),
+    [
+        ("layers.0.attn.q", (T,), "[5] on every rank, expected 3 axes, one of them heads"),
+        ("layers.0.attn.g", (T, 64), "[5, 64] on every rank, expected 3 axes"),
+        ("mtp.attn.core", (), "[] on every rank, expected 3 axes"),
+        ("layers.0.attn.beta", (T,), "[5] on every rank, expected 2 axes"),
+        ("layers.0.attn.state", (16, 16), "[16, 16] on every rank, expected 3 axes"),
+        ("layers.0.attn.conv_state", (9,), "[9] on every rank, expected a last axis of as many q, k and v"),
+        ("layers.0.attn.conv_state", (3, 20), "[3, 20] on every rank, expected a last axis"),
+    ],
+)
+def test_axes_that_hold_no_heads_are_told(tap, shape, words):
+    """As much on every rank, and no such axis to join along: the tap fails, not the command."""
+    joined = rank_traces.joined(ranks(2, 1, **{tap: [draw(rank, *shape) for rank in range(2)]}))
+    assert rank_traces.disagreements(joined)[tap].startswith(f"ranks do not join: {words}")
+
+
 def test_a_shared_expert_outside_the_first_group_is_told():
     here = draw(1, T, 8)
     assert not rank_traces.disagreements(rank_traces.joined(ranks(1, 2, **{"layers.3.shared.out": [here, None]})))
@@ -104,11 +123,61 @@ def test_ranks_that_are_too_few_are_refused():
         rank_traces.joined(ranks(2, 1)[:1])
 
 
-@pytest.mark.parametrize("text", ["[1]", '{"a": 1}', "{", ""])
+@pytest.mark.parametrize("text", ["[1]", '{"a": 1}', "{", "", '{"logits": "\\u001b[2J"}', '{"\\u0007": "rank 1"}'])
 def test_metadata_that_tell_nothing_are_refused(text):
     trace = ranks(1, 1)[0]
     with pytest.raises(RankTraceError, match="rank_disagreements is"):
         rank_traces.disagreements(Trace(trace.metadata | {"rank_disagreements": text}, trace.taps))
+
+
+def saved(traces, folder, **described):
+    """A folder of rank traces, `described` being added to the metadata of the last."""
+    *others, last = traces
+    rank_traces.save([*others, Trace(last.metadata | described, last.taps)], folder)
+    return folder
+
+
+def test_hosts_may_call_the_checkpoint_otherwise(tmp_path):
+    joined = rank_traces.of_path(saved(ranks(2, 2), tmp_path, checkpoint="a-snapshot"))
+    assert joined.metadata["checkpoint"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("described", "words"),
+    [
+        ({"rank": "9" * 5000}, "expected the number of a rank"),
+        ({"rank": "-1"}, "expected the number of a rank"),
+        ({"tp": "9" * 5000}, "expected a number, 1 to 999999"),
+        ({"ep": "10" * 9}, "expected a number, 1 to 999999"),
+    ],
+)
+def test_numbers_past_all_bounds_are_refused_with_the_file(tmp_path, described, words):
+    trace, path = ranks(2, 2)[1], tmp_path / "one.trace"
+    Trace(trace.metadata | described, trace.taps).save(path)
+    with pytest.raises(InputError, match=words) as raised:
+        rank_traces.load(tmp_path)
+    assert str(raised.value).startswith(f"{path}: metadata ")
+
+
+def test_as_many_ranks_as_no_folder_holds(tmp_path):
+    folder = saved([Trace(one.metadata | {"ep": "999998"}, one.taps) for one in ranks(2, 2)], tmp_path)
+    with pytest.raises(RankTraceError, match=r"ranks \[0, 1\], expected 0 to 999997 of tp 2, ep 999998"):
+        rank_traces.load(folder)
+
+
+def test_one_rank_of_several_is_not_the_model(tmp_path):
+    """Its heads and partial sums would fail against the whole model's, step by step."""
+    path = saved(ranks(2, 1), tmp_path) / "rank-1.trace"
+    with pytest.raises(RankTraceError, match=r"rank-1\.trace: rank 1 of 2, expected the folder with all of them"):
+        rank_traces.of_path(path)
+    alone = saved(ranks(1, 1), tmp_path / "alone") / "rank-0.trace"
+    assert rank_traces.of_path(alone).metadata["rank"] == "0"
+
+
+def test_a_pipe_is_no_trace(tmp_path):
+    os.mkfifo(tmp_path / "rank-1.trace")
+    with pytest.raises(TraceUnreadableError, match=r"rank-1\.trace: cannot be read: not a regular file"):
+        rank_traces.load(tmp_path)
 
 
 # --- engines and verdicts --------------------------------------------------------------------------------------------
@@ -142,6 +211,17 @@ def test_a_disagreement_fails_whatever_the_numbers_say(made, tap, later):
     assert [problem.name for problem in result.problems if problem.kind == "ranks"] == list(apart)
     assert [row.tap for row in result.taps if not row.passed] == [name for name in (tap, *later) if name != "tokens"]
     assert len(result.taps) == len(sound.taps)
+
+
+def test_a_disagreement_in_a_tap_that_was_left_out_fails(made):
+    """The word of the ranks counts, whoever filtered the taps since."""
+    trace, checkpoint = made
+    few = {name: trace.taps[name] for name in ("tokens", "logits", "final.norm")}
+    told = Trace(trace.metadata | {"rank_disagreements": '{"layers.0.attn.out": "ranks 0 and 1 differ"}'}, few)
+    result = compare(told, checkpoint, samples=4)
+    assert not result.passed
+    assert result.first_divergence is not None
+    assert result.first_divergence.line.endswith("tap layers.0.attn.out: ranks 0 and 1 differ")
 
 
 @pytest.mark.parametrize(
