@@ -66,12 +66,12 @@ def exp(x: np.ndarray) -> np.ndarray:
     low -= tail
     y = high - low
     y += 1.0
-    k = k.astype(np.int64)
+    n = k.astype(np.int64)
     if mild:
-        return y * _power(k)
-    half = k >> 1
+        return y * _power(n)
+    half = n >> 1
     with np.errstate(under="ignore"):
-        y = y * _power(half) * _power(k - half)
+        y = y * _power(half) * _power(n - half)
     y = np.where(x > _EXP_MAX, np.inf, y)
     return np.where(np.isnan(x), np.nan, np.where(x < _EXP_MIN, 0.0, y))
 

@@ -185,6 +185,7 @@ class DraftRun(Run):
         """What the text computes for a tap that the trace lacks, on both sides, and which rows of it are in doubt."""
         self.exact.memo[name] = text._value(text.exact, name)[..., :rows, :]
         self.sampled.memo[name] = text._value(text.sampled, name)[..., :rows, :]
+        self.adopted.add(name)
         doubt = text._taint(name)
         self.taint[name] = None if doubt is None else self._stretched(doubt[:rows])
 

@@ -35,6 +35,7 @@ FALSE_ALARM = 1e-6
 _AT_ONCE = 1 << 22
 _MOST = 1 << 26
 Taint = npt.NDArray[np.bool_] | None
+_Drawn = tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
 
 
 @dataclass
@@ -67,6 +68,8 @@ class Rebase:
         self.maker = {name: node for node in self.nodes for name in node.outputs}
         self.order = {name: place for place, name in enumerate(self.maker)}
         self.memory: dict[bytes, tuple[TapRow, ...]] | None = {} if remember else None
+        self.last: tuple[bytes, _Drawn] | None = None
+        """What was last drawn of a node, by the bytes it was made from: for traces of which only an output differs."""
         self.blocks: dict[str, TextModel] = {}
         """The draft block as a model's only layer, by how its experts are read; see `drafts`."""
 
@@ -97,6 +100,8 @@ class Run:
         self.budget = Budget.of(owner.false_alarm, self.judged, trace.taps["tokens"])
         self.exact, self.sampled = _Side({}), _Side({})
         self.taint: dict[str, Taint] = {}
+        self.adopted: set[str] = set()
+        """Taps that the trace lacks and that another run computed."""
         self.digests: dict[str, bytes] = {}
         self.length = len(trace.taps["tokens"])
 
@@ -122,12 +127,12 @@ class Run:
         return self._value(self.exact, "logits"), self._value(self.sampled, "logits"), clear
 
     def _remembered(self, node: Node, outputs: list[str]) -> Iterator[TapRow]:
-        memory = self.owner.memory
-        if memory is None or not all(name in self.held or name == "tokens" for name in node.inputs):
+        memory, (roots, between) = self.owner.memory, self._origin(node)
+        if memory is None or between & self.adopted:
             yield from self._judge(node, outputs)
             return
-        names = (*node.inputs, *outputs)
-        key = repr((outputs, self.budget)).encode() + b"".join(self._digest(name) for name in names)
+        key = repr((outputs, self.budget, sorted(between))).encode()
+        key += b"".join(self._digest(name) for name in (*roots, *outputs))
         if key not in memory:
             memory[key] = tuple(self._judge(node, outputs))
         yield from memory[key]
@@ -154,7 +159,7 @@ class Run:
             centre = self._value(self.exact, outputs[0], check=True)
             yield copy_row(self._step(node, outputs[0]), self.trace.taps[outputs[0]], centre)
             return
-        centres, draws = self._both(node, outputs)
+        centres, draws = self._drawn(node, outputs)
         taint = self._taint_of(node)
         for name in outputs:
             centre, engine = centres[name], self.trace.taps[name]
@@ -195,17 +200,21 @@ class Run:
 
     def _roots(self, node: Node) -> tuple[str, ...]:
         """The taps of the trace that a node's outputs were recomputed from."""
+        return self._origin(node)[0]
+
+    def _origin(self, node: Node) -> tuple[tuple[str, ...], set[str]]:
+        """`_roots`, and the taps between them and the node, which the trace lacks."""
         roots: dict[str, None] = {}
-        visited: set[str] = set()
+        between: set[str] = set()
         stack = list(reversed(node.inputs))
         while stack:
             name = stack.pop()
             if name in self.held or name == "tokens":
                 roots[name] = None
-            elif name not in visited:
+            elif name not in between:
+                between.add(name)
                 stack += reversed(self.owner.maker[name].inputs)
-            visited.add(name)
-        return tuple(roots)
+        return tuple(roots), between
 
     def _broken(self, node: Node) -> str:
         """The first input tap that holds something no step can be recomputed from."""
@@ -219,7 +228,18 @@ class Run:
                     return f"input {name} holds {int(bad.sum())} values that are not finite in float32"
         return ""
 
-    def _both(self, node: Node, outputs: list[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    def _drawn(self, node: Node, outputs: list[str]) -> _Drawn:
+        """What `_both` gives; or gave, where the inputs are those of the node last judged."""
+        roots, between = self._origin(node)
+        if self.owner.memory is None or between & self.adopted:
+            return self._both(node, outputs)
+        key = repr((outputs, id(self.model), sorted(between))).encode()
+        key += b"".join(self._digest(name) for name in roots)
+        if self.owner.last is None or self.owner.last[0] != key:
+            self.owner.last = key, self._both(node, outputs)
+        return self.owner.last[1]
+
+    def _both(self, node: Node, outputs: list[str]) -> _Drawn:
         """Outputs of a node in exact arithmetic, and samples of them on a new leading axis.
 
         A tap so wide that its samples would not fit gets fewer of them: it has elements enough to pool over.
