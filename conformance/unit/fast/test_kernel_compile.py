@@ -48,9 +48,15 @@ def variants(target: str) -> list[Variant]:
     return inputs + special
 
 
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def uncached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def uncached(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that only these tests write to: each kernel is compiled here, and once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fresh))
 
 
 @pytest.mark.usefixtures("uncached")
