@@ -57,8 +57,7 @@ def test_released_geometry(tmp_path, export, tensors, size):
     assert result["problems"] == result["departures"] == []
     assert (result["export"], result["tensors"], result["bytes"]) == (export, tensors, size)
     assert result["families"] == {
-        family: {"tensors": count, "bytes": size}
-        for family, (count, size) in layout.totals(iter(specs)).items()
+        family: {"tensors": count, "bytes": size} for family, (count, size) in layout.totals(iter(specs)).items()
     }
 
 
