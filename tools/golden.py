@@ -13,6 +13,7 @@ import typer
 
 from conformance.goldens import arm64, lanes, verify
 from conformance.goldens.lanes import ROOT, Outcome
+from conformance.processes import cores
 from tools.options import Json, Quiet
 from tools.output import check_folder, check_outputs, write_json
 from tools.progress import step_bar
@@ -50,7 +51,7 @@ def verify_command(
     check_outputs({"--json": json_file})
     total = len(verify.chosen(only))
     with step_bar("golden files", quiet) as advance:
-        verdict = verify.verify(directory, only=only, progress=lambda name: advance(total))
+        verdict = verify.verify(directory, only=only, workers=cores(), progress=lambda name: advance(total))
     write_json(json_file, asdict(verdict))
     for finding in verdict.findings:
         for line in finding.lines():

@@ -64,10 +64,10 @@ class Made:
 
 
 class Workspace:
-    """Synthetic checkpoints, each written once, in a directory that goes away with the `with` block."""
+    """Synthetic checkpoints, each written once, in a directory (`inside` another) that goes with the `with` block."""
 
-    def __init__(self) -> None:
-        self._root = tempfile.TemporaryDirectory(prefix="glm53-golden-")
+    def __init__(self, inside: Path | None = None) -> None:
+        self._root = tempfile.TemporaryDirectory(prefix="glm53-golden-", dir=inside)
         self._made: dict[tuple[str, str, int], Path] = {}
 
     def __enter__(self) -> Workspace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,9 +14,12 @@ from conformance.goldens import manifest as m
 from conformance.goldens import records, tables, traces
 from conformance.goldens.case import Case, Made, Workspace
 from conformance.goldens.compare import Difference, compare
+from conformance.processes import processes
 from reference.errors import InputError
 
 Progress = Callable[[str], None]
+CASES_PER_WORKER = 2
+"""With fewer, one process has made them before another has begun."""
 
 
 class ReasonError(InputError):
@@ -80,34 +84,74 @@ def verify(
     *,
     only: str = "*",
     computed: bool = False,
+    workers: int = 1,
     cases: Iterable[Case] | None = None,
     progress: Progress = lambda name: None,
 ) -> Verdict:
     """Make every case again and compare bit for bit; missing, unused and edited files are findings too.
 
     With `only`, files of other cases are still hashed but not made again; with `computed`, those of cases that NumPy
-    has no part in. Raises `ManifestError`, `CaseNameError`.
+    has no part in. Up to `workers` processes share the catalogue; `cases` of the caller's own are made here.
+    Raises `ManifestError`, `CaseNameError`.
     """
     kept = m.read(directory)
     every = catalogue() if cases is None else list(cases)
     verdict = Verdict(expected_digest=kept.digest())
     verdict.findings += _files(directory, kept, every)
     now = m.Manifest(kept.reason, kept.history, kept.versions, dict(kept.cases))
-    with Workspace() as workspace:
-        for case in chosen(only, every):
-            if computed and not case.computed:
-                continue
-            progress(case.name)
-            made = case.build(workspace)
-            fresh = m.record(case, made)
-            verdict.digests[case.name] = fresh.sha256
-            now.cases[case.name] = fresh
-            if case.name in kept.cases and fresh.sha256 != kept.cases[case.name].sha256:
-                verdict.findings.append(
-                    Finding(case.name, "", differences(directory, made, fresh, kept.cases[case.name]))
-                )
+    wanted = [case for case in chosen(only, every) if case.computed or not computed]
+    for name, (fresh, found) in _made(directory, kept, wanted, workers if cases is None else 1, progress):
+        verdict.digests[name] = fresh.sha256
+        now.cases[name] = fresh
+        if found:
+            verdict.findings.append(Finding(name, "", found))
     verdict.digest = now.digest()
     return verdict
+
+
+Again = tuple[m.Record, list[Difference]]
+"""A case made again: its record, and how it differs from what was kept of it."""
+
+
+def _made(
+    directory: Path, kept: m.Manifest, cases: list[Case], workers: int, progress: Progress
+) -> Iterator[tuple[str, Again]]:
+    workers = min(workers, len(cases) // CASES_PER_WORKER)
+    if workers < 2:
+        with Workspace() as workspace:
+            for case in cases:
+                progress(case.name)
+                yield case.name, _make(case, workspace, directory, kept)
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="glm53-golden-") as place,
+        processes(workers, _begin, directory, kept, Path(place)) as pool,
+    ):
+        names = [case.name for case in cases]
+        for name, again in zip(names, pool.map(_make_named, names), strict=True):
+            progress(name)
+            yield name, again
+
+
+def _make(case: Case, workspace: Workspace, directory: Path, kept: m.Manifest) -> Again:
+    made = case.build(workspace)
+    fresh = m.record(case, made)
+    before = kept.cases.get(case.name)
+    same = before is None or fresh.sha256 == before.sha256
+    return fresh, [] if same else differences(directory, made, fresh, kept.cases[case.name])
+
+
+_SHARED: list[tuple[Workspace, Path, m.Manifest]] = []
+"""Of a worker: what it makes cases in, and compares them with."""
+
+
+def _begin(directory: Path, kept: m.Manifest, place: Path) -> None:
+    _SHARED.append((Workspace(place), directory, kept))
+
+
+def _make_named(name: str) -> Again:
+    (case,) = (case for case in catalogue() if case.name == name)
+    return _make(case, *_SHARED[0])
 
 
 def _files(directory: Path, kept: m.Manifest, cases: list[Case]) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,20 @@ def test_what_was_written_verifies(golden: Path) -> None:
     assert verdict.sound
     assert verdict.digest == verdict.expected_digest
     assert set(verdict.digests) == set(NAMES)
+
+
+def test_processes_that_share_the_catalogue_find_what_one_finds(golden: Path) -> None:
+    """On a manifest that expects one other product: the goldens of the repository, and only the tables made."""
+    directory = Path(shutil.copytree(lanes.ROOT / "golden", golden / "whole"))
+    kept = manifest.read(directory)
+    record = kept.cases["table-products"]
+    record.tensors["plain"] = replace(record.tensors["plain"], sha256="0" * 64)
+    record.sha256 = "0" * 64
+    (directory / manifest.NAME).write_text(manifest.text_of(kept))
+    found = [verify.verify(directory, only="table-*", workers=workers) for workers in (1, 2)]
+    assert found[0] == found[1]
+    assert [finding.case for finding in found[1].findings] == ["table-products"]
+    assert [difference.tensor for difference in found[1].findings[0].differences] == ["plain"]
 
 
 def test_writing_again_changes_no_byte(golden: Path) -> None:
