@@ -16,7 +16,10 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib.metadata
 import os
+import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fast.errors import InputError
+from fast.errors import HardwareError, InputError
 from fast.loader import Weights, load
 from fast.sharding import Mesh
 from fast.shards import open_directory
@@ -35,6 +38,8 @@ PRIMES = (1_000_003, 998_244_353)
 """Multipliers of the digest that ranks compare."""
 SHOWN = 8
 """Lists up to this length are shown whole where ranks differ."""
+SILENT = "another rank is silent"
+"""How `RankLostError` says so, unlike the end of a connection."""
 SAMPLE = 64
 """Bytes of every stored tensor that ranks compare."""
 
@@ -63,7 +68,7 @@ class Ranks:
     """This process as one rank of `tp` x `ep`; a `fast.layers.Communicator`.
 
     `check` compares on every call what the ranks chose (selected tokens, experts). `timeout` is in seconds. Raises
-    NotLaunchedError, DeviceCountError, RankMismatchError, and what `Mesh` raises.
+    NotLaunchedError, DeviceCountError, RankMismatchError, RankLostError, and what `Mesh` and `check_device` raise.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class Ranks:
                 f"tp {tp}, ep {ep} need {Mesh(tp, ep).world} processes, the launcher started {world}"
             )
         self.mesh = Mesh(tp, ep, rank, vocab)
+        check_device(device)
+        _from_launcher("MASTER_PORT")
         if device == "cuda":
             count_devices(_from_launcher("LOCAL_WORLD_SIZE"))
         self.device = torch.device("cuda", _from_launcher("LOCAL_RANK")) if device == "cuda" else torch.device(device)
@@ -89,7 +96,9 @@ class Ranks:
         limit = datetime.timedelta(seconds=timeout)
         with self._watched("start"):
             dist.init_process_group("gloo", timeout=limit)
-        self.agree("mesh", {"tp": tp, "ep": ep, "vocab": vocab, "device": self.device.type, "check": check})
+        program = importlib.metadata.version("glm53-conformance")
+        mesh = {"tp": tp, "ep": ep, "vocab": vocab, "device": self.device.type, "check": check}
+        self.agree("mesh", {"version": program, **mesh})
         backend = "gloo"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -174,13 +183,20 @@ class Ranks:
 
     @contextmanager
     def _watched(self, site: str) -> Iterator[None]:
+        started = time.monotonic()
         try:
             yield
-        except RuntimeError as e:
-            first = str(e).splitlines()[0]
-            raise RankLostError(
-                f"rank {self.mesh.rank}: another rank is gone or silent for {self.timeout:g} s at {site} ({first})"
-            ) from e
+        except (RuntimeError, ValueError) as e:
+            first = re.sub(r"^\[[^]]*\] *|\. This is typically.*", "", (str(e).splitlines() or [type(e).__name__])[0])
+            silent = time.monotonic() - started >= self.timeout
+            what = f"{SILENT} for {self.timeout:g} s" if silent else "another rank is gone or out of reach"
+            raise RankLostError(f"rank {self.mesh.rank}: {what} at {site} ({first})") from e
+
+
+def check_device(device: str) -> None:
+    """Raises HardwareError: which GPU a rank has follows from its number."""
+    if device not in ("cpu", "cuda"):
+        raise HardwareError(f"device {device}: expected cpu or cuda, where there are several ranks")
 
 
 def count_devices(ranks: int) -> None:
@@ -207,6 +223,8 @@ def _from_launcher(name: str) -> int:
     value = os.environ.get(name)
     if value is None:
         raise NotLaunchedError(f"{name} is not set: several ranks need torchrun")
+    if not re.fullmatch(r"[0-9]{1,6}", value):
+        raise NotLaunchedError(f"{name} is {value[:40]!r}, expected a number: several ranks need torchrun")
     return int(value)
 
 

@@ -30,13 +30,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fast import config, layout
-from fast.distributed import count_devices
+from fast.distributed import SILENT, check_device, count_devices
 from fast.errors import InputError
 from fast.loader import void
 from fast.sharding import check
 from fast.shards import open_directory
 from fast.worker import END, Job
 
+FOREIGN = ("PET_", "TORCHELASTIC_", "LOGLEVEL")
+"""Variables, by their beginnings, with which a cluster tells a torchrun of its own about other processes than these."""
 POLL = 0.005
 GRACE = 10.0
 """Seconds that ranks get to end by themselves after the last job."""
@@ -70,13 +72,14 @@ class Session:
         where = f"127.0.0.1:{self.store.port}"
         path = self.folder / "job.json"
         path.write_text(json.dumps(dataclasses.asdict(job) | {"folder": folder.name, "serve": where}))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.world)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
+        command += ["--nproc-per-node", str(self.world)]
         with self.log.open("w") as log:
             self.started = subprocess.Popen(
                 [*command, "-m", "fast.worker", str(path)],
                 stdout=subprocess.DEVNULL,
                 stderr=log,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                env=environment(),
                 start_new_session=True,
             )
         self._line = _Line()
@@ -129,7 +132,7 @@ class Session:
         if not self._finish.alive:
             raise RunFailedError("a job for ranks that have ended")
         if self.started.poll() is not None:
-            message = explain(self.folder, self.world, self.log.read_text(errors="replace"))
+            message = explain(self.folder, self.world, self.log.read_text(errors="replace"), self.started.poll() or 0)
             self.close()
             raise RunFailedError(message)
 
@@ -157,10 +160,21 @@ def launch(job: Job) -> list[dict[str, Tensor]]:
         return session.ask(**asked)
 
 
-def refuse(job: Job) -> None:
-    """Raises for a mesh, a checkpoint or a device that every rank would refuse, from config and headers alone."""
+def environment() -> dict[str, str]:
+    """That of this process, for ranks that import what it imports, whatever lies in the working directory."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(FOREIGN)}
+    path = os.pathsep.join(os.path.abspath(place) for place in sys.path)
+    return {"OMP_NUM_THREADS": "1", **kept, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
+
+
+def refuse(job: Job, *, here: bool = True) -> None:
+    """Raises for a mesh, a checkpoint or a device that every rank would refuse, from config and headers alone.
+
+    `here`: the ranks are on this host, which needs a GPU for each of them.
+    """
     mesh, found = job.mesh, config.load(job.directory)
-    if job.device == "cuda":
+    check_device(job.device)
+    if job.device == "cuda" and here:
         count_devices(mesh.world)
     opened = open_directory(job.directory, lambda name: void(layout.find(found, name)))
     try:
@@ -169,10 +183,11 @@ def refuse(job: Job) -> None:
         opened.close()
 
 
-def explain(folder: Path, world: int, log: str) -> str:
-    """Why a run ended: the first error that is not about another rank, then a death, then any error.
+def explain(folder: Path, world: int, log: str, status: int = 0) -> str:
+    """Why a run ended: the first error that is not about another rank, then silence, then a death, then any error.
 
-    A rank that was killed leaves no message; `log` is what torchrun wrote, which tells the exit status of every rank.
+    A rank that was killed leaves no message; `log` is what torchrun wrote, which tells the exit status of every rank,
+    and of the one that failed first. After a silence it is torchrun that kills. `status` is its own.
     """
     own: list[str] = []
     others: list[str] = []
@@ -182,10 +197,23 @@ def explain(folder: Path, world: int, log: str) -> str:
             kind, _, message = path.read_text().partition(": ")
             told = others if kind in ("RankLostError", "RankFailedError") else own
             told.append(f"rank {rank}: {message.removeprefix(f'rank {rank}: ')}")
-    dead = []
-    for rank, status in re.findall(r"rank\s+: (\d+) [^\n]*\n\s*exitcode\s+: (-?\d+)", log):
-        if int(status) < 0 and int(status) != -signal.SIGTERM:
-            dead.append(f"rank {rank}: ended by {signal.Signals(-int(status)).name}")
-    if own or dead or others:
-        return (own + dead + others)[0]
-    return f"{world} ranks ended without a message: {' '.join(log.strip().splitlines()[-1:])}"
+    silent = [message for message in others if SILENT in message]
+    ended = [
+        (int(rank), int(code)) for rank, code in re.findall(r"rank\s+: (\d+) [^\n]*\n\s*exitcode\s+: (-?\d+)", log)
+    ]
+    first = [f"rank {rank}: {ending(code)}" for rank, code in ended[-1:]]
+    dead = [f"rank {rank}: {ending(code)}" for rank, code in ended if code < 0 and code != -signal.SIGTERM]
+    dead += [line for line in first if ended[-1][1] < 0]
+    if own or silent or dead or others or first:
+        return (own + silent + dead + others + first)[0]
+    said = [line for line in log.splitlines() if line.strip(" =-*")]
+    last = "".join(f": {line.strip()}" for line in said[-1:])
+    return f"{world} ranks ended without a message, torchrun {ending(status)}{last}"
+
+
+def ending(status: int) -> str:
+    """How a process ended, in words."""
+    if status >= 0:
+        return f"ended with status {status}"
+    known = {int(one): one.name for one in signal.Signals}
+    return f"ended by {known.get(-status, f'signal {-status}')}"

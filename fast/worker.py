@@ -8,6 +8,7 @@ host and hands them one job after the other.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import fnmatch
@@ -17,11 +18,13 @@ import json
 import os
 import re
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fast.distributed import Ranks, load_together
-from fast.errors import InputError
+from fast.errors import InputError, ShardingError
 from fast.generate import Generator
 from fast.layers import PREFIX
 from fast.model import TextModel
@@ -40,12 +43,22 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WIDENING = (".scores",)
 STATES = (".state", ".conv_state")
 IDLE = datetime.timedelta(days=30)
+PATIENCE = datetime.timedelta(seconds=10)
+"""For a store that is on this host, or gone."""
+PULSE = 1.0
+"""Seconds between two looks at whether who gives out the jobs is still there."""
+ORPHANED = 3
+"""Exit status of a rank that finds it is not."""
 END = "end"
 LAYER_OUT = re.compile(r"layers\.\d+\.out")
 
 
 class JobError(InputError):
     """A job file that is none."""
+
+
+class OrphanError(InputError):
+    """The process that gives out the jobs is gone."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +112,10 @@ KINDS = {
     "list[int]": Kind((list,), int, "a list of integers"),
     "list[str]": Kind((list,), str, "a list of strings"),
 }
-LEAST = {"tp": 1, "ep": 1, "prefill": 1, "kda_chunk": 1}
+LEAST = {"tp": 1, "ep": 1, "prefill": 1, "kda_chunk": 1, "timeout": 1}
 """The least value of a number, where it is not 0."""
+MOST = 2**31 - 1
+CHOICES = {"arithmetic": tuple(DTYPES), "device": ("cpu", "cuda"), "mla": ("absorbed", "expanded")}
 
 
 def read(path: str | os.PathLike[str]) -> Job:
@@ -111,6 +126,11 @@ def read(path: str | os.PathLike[str]) -> Job:
         raise JobError(f"{path}: cannot be read as a job: {getattr(e, 'strerror', None) or e}") from None
     if not isinstance(found, dict):
         raise JobError(f"{path}: a {type(found).__name__}, expected an object")
+    return checked(found, str(path))
+
+
+def checked(found: dict[str, Any], path: str) -> Job:
+    """The job of an object of JSON. Raises JobError naming `path` and the key."""
     known = {item.name: item for item in dataclasses.fields(Job)}
     for key in found:
         if key not in known:
@@ -123,11 +143,16 @@ def read(path: str | os.PathLike[str]) -> Job:
         items = value if isinstance(value, list) else [value]
         if type(value) not in kind.types or any(type(item) is not kind.item for item in items if kind.item):
             raise JobError(f"{path}: {key} is {json.dumps(value)[:60]}, expected {kind.words}")
-        if any(isinstance(item, int | float) and item < least for item in items):
-            raise JobError(f"{path}: {key} is {json.dumps(value)[:60]}, expected at least {least}")
+        if any(isinstance(item, int | float) and not least <= item <= MOST for item in items):
+            raise JobError(f"{path}: {key} is {json.dumps(value)[:60]}, expected {least} to 2^31 - 1")
     job = Job(**found)
-    if job.arithmetic not in DTYPES:
-        raise JobError(f"{path}: arithmetic is {job.arithmetic!r}, expected {' or '.join(DTYPES)}")
+    for key, choices in CHOICES.items():
+        if getattr(job, key) not in choices:
+            raise JobError(f"{path}: {key} is {getattr(job, key)!r}, expected {' or '.join(choices)}")
+    try:
+        _ = job.mesh
+    except ShardingError as e:
+        raise JobError(f"{path}: {e}") from None
     if not job.new and sum(job.prefill) > len(job.tokens):
         raise JobError(f"{path}: prefill feeds {sum(job.prefill)} tokens, tokens holds {len(job.tokens)}")
     return job
@@ -135,8 +160,8 @@ def read(path: str | os.PathLike[str]) -> Job:
 
 def work(job: Job) -> None:
     """Runs this process's rank. Raises an InputError for anything wrong with the input or with another rank."""
+    store = watched_store(job.serve) if job.serve else None
     ranks = Ranks(job.tp, job.ep, device=job.device, vocab=job.vocab, timeout=job.timeout, check=job.check)
-    Path(job.folder).mkdir(parents=True, exist_ok=True)
     settings = dataclasses.asdict(job)
     ranks.agree("job", {key: settings[key] for key in settings if key not in ("directory", "folder")})
     weights = load_together(job.directory, ranks, mtp=job.drafts > 0)
@@ -148,18 +173,46 @@ def work(job: Job) -> None:
         mla=job.mla,
         communicator=ranks,
     )
-    if job.serve:
-        serve(model, job, ranks)
+    if store is not None:
+        serve(model, job, ranks, store)
     else:
         save(answer(model, job, ranks), metadata(model, job), Path(job.folder) / f"rank-{ranks.mesh.rank}.safetensors")
         ranks.agree("end", None)
     ranks.close()
 
 
-def serve(model: TextModel, job: Job, ranks: Ranks) -> None:
-    """One job after the other from the store at `job.serve`, until it says END or is gone."""
-    host, _, port = job.serve.rpartition(":")
-    store = dist.TCPStore(host, int(port), is_master=False, timeout=IDLE)
+def watched_store(address: str) -> dist.TCPStore:
+    """The store at HOST:PORT. From now on this process ends within seconds of it, whatever it is at: ranks that nobody
+    asks any more would keep their memory and their device for as long as they load or compute.
+
+    Raises OrphanError.
+    """
+
+    def connect() -> dist.TCPStore:
+        return dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=PATIENCE)
+
+    def watch() -> None:
+        while True:
+            try:
+                pulse.check(["pulse"])
+            except RuntimeError:
+                os._exit(ORPHANED)
+            time.sleep(PULSE)
+
+    host, _, port = address.rpartition(":")
+    try:
+        store, pulse = connect(), connect()
+    except RuntimeError as e:
+        raise OrphanError(f"who gives out the jobs is gone from {address} ({str(e).splitlines()[0]})") from None
+    for one in (store, pulse):
+        one.set_timeout(IDLE)
+    threading.Thread(target=watch, daemon=True).start()
+    return store
+
+
+def serve(model: TextModel, job: Job, ranks: Ranks, store: dist.TCPStore) -> None:
+    """One job after the other from the store, until it says END or is gone. No answer counts before all ranks have
+    written theirs."""
     rank = ranks.mesh.rank
     store.set(f"process {rank}", str(os.getpid()))
     for number in itertools.count():
@@ -174,6 +227,7 @@ def serve(model: TextModel, job: Job, ranks: Ranks) -> None:
 
         found = answer(model, asked, ranks, watch if rank == 0 else None)
         save(found, metadata(model, asked), Path(job.folder) / f"answer-{number}-{rank}.safetensors")
+        ranks.agree("end", number)
         store.set(f"answer {number} {rank}", "")
 
 
@@ -273,18 +327,33 @@ def save(result: dict[str, Tensor], described: dict[str, str], path: Path) -> No
     os.replace(temporary, path)
 
 
+def usable(name: str, rank: str) -> Path:
+    """The folder for results, without this rank's of an earlier run: what lies there is of one run, or not at all.
+
+    Raises JobError.
+    """
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for suffix in ("safetensors", "error"):
+            (folder / f"rank-{rank}.{suffix}").unlink(missing_ok=True)
+    except OSError as e:
+        raise JobError(f"{folder}: cannot hold results: {e.strerror or e}") from None
+    return folder
+
+
 def main(path: str) -> int:
     """Exit status 0; 2 after an InputError, with one line on stderr. Leaves at once: others must not wait for it."""
     rank, folder = os.environ.get("RANK", "?"), Path(path).parent
     try:
         job = read(path)
-        folder = Path(job.folder)
+        folder = usable(job.folder, rank)
         work(job)
     except Exception as e:
-        folder.mkdir(parents=True, exist_ok=True)
         report = folder / f"rank-{rank}.error"
-        report.with_suffix(".tmp").write_text(f"{type(e).__name__}: {e}")
-        os.replace(report.with_suffix(".tmp"), report)
+        with contextlib.suppress(OSError):
+            report.with_suffix(".tmp").write_text(f"{type(e).__name__}: {e}")
+            os.replace(report.with_suffix(".tmp"), report)
         if not isinstance(e, InputError):
             traceback.print_exc()
         print(f"rank {rank}: {str(e).removeprefix(f'rank {rank}: ')}", file=sys.stderr, flush=True)

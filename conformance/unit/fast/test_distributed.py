@@ -12,7 +12,8 @@ import torch
 
 from conformance.engines.threads import Thread, on_ranks
 from conformance.unit.fast.runs import tokens
-from fast.distributed import NotLaunchedError, Ranks
+from fast.distributed import NotLaunchedError, RankLostError, Ranks
+from fast.errors import HardwareError
 from fast.generate import generate
 from fast.loader import load
 from fast.model import TextModel
@@ -51,9 +52,10 @@ def test_ranks_meet_and_part(scenarios):
     assert first["fail"]["error"] == "RankFailedError"
     assert first["fail"]["message"] == "reading: rank 1 failed: MissingFileError: tokens.txt: not there"
     assert second["fail"]["error"] == "MissingFileError"
-    for ending, site in (("silent", "layers.2.attn"), ("lost", "layers.3.mlp")):
+    endings = ("silent for 3 s at layers.2.attn", "gone or out of reach at layers.3.mlp")
+    for ending, words in zip(("silent", "lost"), endings, strict=True):
         assert first[ending]["error"] == "RankLostError"
-        assert first[ending]["message"].startswith(f"rank 0: another rank is gone or silent for 3 s at {site} (")
+        assert first[ending]["message"].startswith(f"rank 0: another rank is {words} (")
 
 
 def test_processes_are_the_threads_bit_for_bit(checkpoint):
@@ -92,3 +94,13 @@ def test_ranks_need_a_launcher(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(NotLaunchedError, match="tp 2, ep 1 need 2 processes, the launcher started 3"):
         Ranks(tp=2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_PORT", "none")
+    with pytest.raises(NotLaunchedError, match="MASTER_PORT is 'none', expected a number"):
+        Ranks(tp=2)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(RankLostError, match=r"out of reach at start .*MASTER_ADDR expected, but not set"):
+        Ranks(tp=2)
+    with pytest.raises(HardwareError, match="device cuda:0: expected cpu or cuda"):
+        Ranks(tp=2, device="cuda:0")

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from conformance.unit.fast.runs import tokens
 from conformance.unit.fast.together import on_hosts
 from fast.distributed import DeviceCountError
-from fast.errors import IndivisibleError, MeshError, MissingFileError
-from fast.session import RunFailedError, Session, explain
+from fast.errors import HardwareError, IndivisibleError, MeshError, MissingFileError
+from fast.session import RunFailedError, Session, environment, explain
 from fast.worker import Job, JobError, read
 
 IDS = tokens(3, 24, 512).tolist()
@@ -104,18 +104,24 @@ def test_a_directory_that_is_none_starts_no_process(tmp_path, monkeypatch):
 WRONG: list[tuple[dict[str, object], str]] = [
     ({"tokens": 5}, "tokens is 5, expected a list of integers"),
     ({"tokens": [True]}, "tokens is .true., expected a list of integers"),
-    ({"tokens": [1, -1]}, "tokens is .1, -1., expected at least 0"),
+    ({"tokens": [1, -1]}, "tokens is .1, -1., expected 0 to 2.31 - 1"),
     ({"prefill": "x"}, "prefill is .x., expected a list of integers"),
-    ({"prefill": [0, 2]}, "prefill is .0, 2., expected at least 1"),
+    ({"prefill": [0, 2]}, "prefill is .0, 2., expected 1 to"),
     ({"prefill": [2, 1]}, "prefill feeds 3 tokens, tokens holds 2"),
     ({"tp": "2"}, "tp is .2., expected an integer"),
-    ({"tp": 0}, "tp is 0, expected at least 1"),
+    ({"tp": 0}, "tp is 0, expected 1 to"),
+    ({"tp": 2, "ep": 3}, "tp 2 and ep 3: neither divides the other"),
+    ({"vocab": "half"}, "vocab .half.: expected replicated, head or split"),
     ({"check": 1}, "check is 1, expected true or false"),
     ({"timeout": "soon"}, "timeout is .soon., expected a number"),
-    ({"timeout": -1}, "timeout is -1, expected at least 0"),
+    ({"timeout": 0}, "timeout is 0, expected 1 to"),
+    ({"timeout": float("nan")}, "timeout is NaN, expected 1 to"),
+    ({"timeout": float("inf")}, "timeout is Infinity, expected 1 to"),
     ({"taps": 5}, "taps is 5, expected a string"),
     ({"directory": None}, "directory is null, expected a string"),
     ({"arithmetic": "fp9"}, "arithmetic is 'fp9', expected bf16 or fp32"),
+    ({"device": "cuda:1"}, "device is 'cuda:1', expected cpu or cuda"),
+    ({"mla": "both"}, "mla is 'both', expected absorbed or expanded"),
 ]
 """(keys of a job file, how they are refused)"""
 
@@ -217,15 +223,49 @@ def test_a_rank_that_dies_ends_the_run(checkpoint, victim):
 
 
 def test_what_explains_an_end(tmp_path):
-    """A rank's own error goes before a death, and both before what others say about a lost rank."""
+    """A rank's own error goes before a silence, that before a death, and all before what others say about a lost rank.
+
+    Whom torchrun ends after a silence has not died of itself.
+    """
     log = "Failures:\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 7)\n  rank      : 2 (local_rank: 2)\n"
     log += "  exitcode  : -15 (pid: 8)\nthe end"
-    assert explain(tmp_path, 3, "the end\n") == "3 ranks ended without a message: the end"
+    assert explain(tmp_path, 3, "the end\n====\n", 1) == (
+        "3 ranks ended without a message, torchrun ended with status 1: the end"
+    )
+    assert explain(tmp_path, 3, "", -9) == "3 ranks ended without a message, torchrun ended by SIGKILL"
     (tmp_path / "rank-0.error").write_text("RankLostError: rank 0: another rank is gone")
     assert explain(tmp_path, 3, "") == "rank 0: another rank is gone"
     assert explain(tmp_path, 3, log) == "rank 1: ended by SIGKILL"
+    (tmp_path / "rank-1.error").write_text("RankLostError: rank 1: another rank is silent for 8 s at layers.5.mlp")
+    assert explain(tmp_path, 3, log) == "rank 1: another rank is silent for 8 s at layers.5.mlp"
     (tmp_path / "rank-2.error").write_text("TokenError: tokens: id 9")
     assert explain(tmp_path, 3, log) == "rank 2: tokens: id 9"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(-15, "ended by SIGTERM"), (-40, "ended by signal 40"), (3, "ended with status 3")]
+)
+def test_the_first_to_fail_is_named_though_it_left_no_word(tmp_path, code, words):
+    log = "  rank      : 0 (local_rank: 0)\n  exitcode  : 1 (pid: 7)\nRoot Cause\n  rank      : 2 (local_rank: 2)\n"
+    assert explain(tmp_path, 3, f"{log}  exitcode  : {code} (pid: 8)\n=====\n", 1) == f"rank 2: {words}"
+
+
+def test_what_ranks_inherit(monkeypatch):
+    """Neither a cluster's words to another torchrun nor the working directory get in; what is imported here does."""
+    for name in ("PET_NNODES", "PET_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "LOGLEVEL"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "enp1s0f0np0")
+    monkeypatch.setattr("sys.path", ["", "/somewhere"])
+    found = environment()
+    assert not [name for name in found if name.startswith(("PET_", "TORCHELASTIC_", "LOGLEVEL"))]
+    assert found["NCCL_SOCKET_IFNAME"] == "enp1s0f0np0"
+    assert (found["PYTHONSAFEPATH"], found["PYTHONPATH"]) == ("1", f"{os.getcwd()}:/somewhere")
+
+
+def test_a_device_of_one_rank_starts_no_process(checkpoint, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", None)
+    with pytest.raises(HardwareError, match="device cuda:1: expected cpu or cuda, where there are several ranks"):
+        Session(Job(str(checkpoint("tiny", "nvidia")), [], "", ep=2, device="cuda:1"))
 
 
 def test_a_job_that_ranks_refuse(checkpoint):
