@@ -35,6 +35,7 @@ from fast.distributed import Ranks, load_together
 from fast.errors import InputError, ShardingError
 from fast.generate import Generator
 from fast.layers import PREFIX
+from fast.linear import ROWS
 from fast.model import TextModel
 from fast.mtp import Mtp
 from fast.sharding import Mesh
@@ -114,7 +115,10 @@ KINDS = {
 }
 LEAST = {"tp": 1, "ep": 1, "prefill": 1, "kda_chunk": 1, "timeout": 1}
 """The least value of a number, where it is not 0."""
-MOST = 2**31 - 1
+MOST = {"drafts": ROWS - 1}
+"""The most, where it is not 2^31 - 1."""
+FED = ("directory", "tokens", "prefill", "pad", "taps", "folder", "new", "operands", "serve")
+"""What says what is run, and not how: no options."""
 CHOICES = {"arithmetic": tuple(DTYPES), "device": ("cpu", "cuda"), "mla": ("absorbed", "expanded")}
 
 
@@ -139,12 +143,12 @@ def checked(found: dict[str, Any], path: str) -> Job:
         if key not in found:
             raise JobError(f"{path}: key {key} is missing")
     for key, value in found.items():
-        kind, least = KINDS[str(known[key].type)], LEAST.get(key, 0)
+        kind, least, most = KINDS[str(known[key].type)], LEAST.get(key, 0), MOST.get(key, 2**31 - 1)
         items = value if isinstance(value, list) else [value]
         if type(value) not in kind.types or any(type(item) is not kind.item for item in items if kind.item):
             raise JobError(f"{path}: {key} is {json.dumps(value)[:60]}, expected {kind.words}")
-        if any(isinstance(item, int | float) and not least <= item <= MOST for item in items):
-            raise JobError(f"{path}: {key} is {json.dumps(value)[:60]}, expected {least} to 2^31 - 1")
+        if any(isinstance(item, int | float) and not least <= item <= most for item in items):
+            raise JobError(f"{path}: {key} is {json.dumps(value)[:60]}, expected {least} to {most}")
     job = Job(**found)
     for key, choices in CHOICES.items():
         if getattr(job, key) not in choices:

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import fnmatch
+import os
 import re
 import time
 from pathlib import Path
@@ -13,12 +14,13 @@ import typer
 
 from conformance import rank_traces
 from conformance.engines import registry
+from conformance.engines.base import check_tokens
 from conformance.taps import expected
 from conformance.trace import Schedule, Trace
 from reference.config import load
 from tools.errors import UsageError, check_seed
 from tools.options import Arithmetic, Device, Directory, Ep, Further, Json, Quiet, Tokens, Tp
-from tools.output import check_outputs, write_json
+from tools.output import check_folder, check_outputs, write_json
 from tools.progress import step_bar
 from tools.tokens import tokens_of
 
@@ -64,16 +66,38 @@ def trace(
     return made
 
 
-def job_of(directory: Path, tokens: np.ndarray, schedule: Schedule, folder: Path, **settings: Any) -> dict[str, Any]:
-    """What `torchrun .. -m fast.worker FILE` runs, on hosts that this command does not reach. Raises UsageError."""
-    from fast.worker import Job
+def job_of(
+    directory: Path, tokens: np.ndarray, schedule: Schedule, folder: Path, taps: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """What `torchrun .. -m fast.worker FILE` runs, on hosts that this command does not reach.
 
-    known = {item.name for item in dataclasses.fields(Job)}
+    Raises UsageError for an option that ranks lack, and an `InputError` for all that every rank would refuse.
+    """
+    from fast.session import refuse
+    from fast.worker import FED, Job, checked
+
+    known = sorted(item.name for item in dataclasses.fields(Job) if item.name not in FED)
     for key in settings:
         if key not in known:
-            raise UsageError(f"--job: ranks have no option {key}; they have {', '.join(sorted(known))}")
-    feeding: dict[str, Any] = {"prefill": list(schedule.prefill), "pad": schedule.pad}
-    return dataclasses.asdict(Job(str(directory), tokens.tolist(), str(folder), **feeding, **settings))
+            raise UsageError(f"--job: ranks have no option {key}; they have {', '.join(known)}")
+    ids = check_tokens(tokens, load(directory).text.vocab_size).tolist()
+    feeding = {"tokens": ids, "prefill": list(schedule.prefill), "pad": schedule.pad, "taps": taps}
+    job = checked({"directory": str(directory), "folder": str(folder), **feeding, **settings}, "--job")
+    refuse(job, here=False)
+    return dataclasses.asdict(job)
+
+
+def check_ranks(ranks: Path, out: Path | None, directory: Path) -> None:
+    """Refuse, before the run, a folder for rank traces that cannot be one. Raises UsageError."""
+    place = ranks
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    check_folder("--ranks", place)
+    where = os.path.realpath(ranks)
+    if where == os.path.realpath(directory):
+        raise UsageError(f"--ranks {ranks}: is the checkpoint, expected a folder for rank traces alone")
+    if out is not None and os.path.realpath(out.parent) == where:
+        raise UsageError(f"--out {out}: lies in the folder of --ranks, which holds rank traces alone")
 
 
 def check_taps(taps: str, directory: Path, tokens: int) -> None:
@@ -145,6 +169,8 @@ def command(
     """
     check_outputs({"--out": out, "--json": json_file, "--job": job_file}, reads=[tokens], keeps=[directory])
     check_seed(seed)
+    if ranks is not None:
+        check_ranks(ranks, out, directory)
     ids = tokens_of(tokens, prompt, directory)
     check_taps(taps, directory, len(ids))
     schedule = Schedule.of(len(ids), decode=decode, chunk=prefill_chunk, pad=pad)
@@ -153,7 +179,7 @@ def command(
         settings = {"drafts" if key == "mtp" else key: value for key, value in options.items()}
         if engine != "fast":
             raise UsageError(f"--job {job_file}: engine {engine} has no ranks that torchrun starts, fast has")
-        write_json(job_file, job_of(directory, ids, schedule, ranks or Path("ranks"), taps=taps, **settings), "--job")
+        write_json(job_file, job_of(directory, ids, schedule, ranks or Path("ranks"), taps, settings), "--job")
         return
     if out is None:
         raise UsageError("--out FILE is missing")

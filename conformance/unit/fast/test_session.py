@@ -104,7 +104,7 @@ def test_a_directory_that_is_none_starts_no_process(tmp_path, monkeypatch):
 WRONG: list[tuple[dict[str, object], str]] = [
     ({"tokens": 5}, "tokens is 5, expected a list of integers"),
     ({"tokens": [True]}, "tokens is .true., expected a list of integers"),
-    ({"tokens": [1, -1]}, "tokens is .1, -1., expected 0 to 2.31 - 1"),
+    ({"tokens": [1, -1]}, "tokens is .1, -1., expected 0 to 2147483647"),
     ({"prefill": "x"}, "prefill is .x., expected a list of integers"),
     ({"prefill": [0, 2]}, "prefill is .0, 2., expected 1 to"),
     ({"prefill": [2, 1]}, "prefill feeds 3 tokens, tokens holds 2"),
@@ -121,6 +121,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"directory": None}, "directory is null, expected a string"),
     ({"arithmetic": "fp9"}, "arithmetic is 'fp9', expected bf16 or fp32"),
     ({"device": "cuda:1"}, "device is 'cuda:1', expected cpu or cuda"),
+    ({"drafts": 8}, "drafts is 8, expected 0 to 7"),
     ({"mla": "both"}, "mla is 'both', expected absorbed or expanded"),
 ]
 """(keys of a job file, how they are refused)"""

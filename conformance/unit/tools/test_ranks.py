@@ -145,11 +145,47 @@ def test_what_does_not_divide_is_refused_with_the_numbers(tmp_path, capsys, engi
         (("--ranks", "r", "--tp", "2"), "--out FILE is missing"),
         (("--job", "a.json", "--engine", "reference"), "--job a.json: engine reference has no ranks"),
         (("--job", "a.json", "--seed", "1"), "--job: ranks have no option seed"),
+        (("--job", "a.json", "--option", "pad=3"), "--job: ranks have no option pad"),
+        (("--job", "a.json", "--option", "serve=x"), "--job: ranks have no option serve"),
+        (("--job", "a.json", "--option", "timeout=soon"), '--job: timeout is "soon", expected a number'),
+        (("--job", "a.json", "--arithmetic", "exact"), "--job: arithmetic is 'exact', expected bf16 or fp32"),
+        (("--job", "a.json", "--tp", "2", "--ep", "3"), "--job: tp 2 and ep 3: neither divides the other"),
+        (("--job", "a.json", "--tp", "4"), "6 KDA heads do not divide among 4 ranks"),
+        (("--job", "a.json", "--device", "cuda:1"), "--job: device is 'cuda:1', expected cpu or cuda"),
+        (("--job", "a.json", "--mtp", "8"), "--job: drafts is 8, expected 0 to 7"),
     ],
 )
 def test_options_that_say_nothing_are_refused(tmp_path, monkeypatch, capsys, options, words):
     monkeypatch.chdir(tmp_path)
     assert glm53("trace", shared("nvidia", "odd"), "--prompt", TEXT, *options) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_job_is_for_gpus_of_other_hosts(tmp_path):
+    options = ("--prompt", TEXT, "--ep", WORLD, "--device", "cuda", "--job", tmp_path / "job.json")
+    assert glm53("trace", shared("nvidia", "tiny"), *options) == 0
+    assert json.loads((tmp_path / "job.json").read_text())["device"] == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("folder", "out", "words"),
+    [
+        ("file", "a.trace", "--ranks file: cannot be written: Not a directory"),
+        ("file/ranks", "a.trace", "--ranks file: cannot be written: Not a directory"),
+        ("checkpoint", "a.trace", "--ranks checkpoint: is the checkpoint, expected a folder for rank traces alone"),
+        ("ranks", "ranks/rank-0.trace", "--out ranks/rank-0.trace: lies in the folder of --ranks"),
+    ],
+)
+def test_a_folder_that_cannot_hold_ranks_is_refused_before_the_run(
+    directory, tmp_path, monkeypatch, capsys, folder, out, words
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("conformance.engines.registry.create", None)
+    (tmp_path / "file").touch()
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "checkpoint").symlink_to(directory)
+    options = ("--prompt", TEXT, "--tp", WORLD, "--ranks", folder, "--out", out)
+    assert glm53("trace", "checkpoint", *options) == 2
     assert words in capsys.readouterr().err
 
 
