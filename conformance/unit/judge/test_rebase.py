@@ -227,9 +227,14 @@ def test_the_same_trace_gets_the_same_verdict(odd):
     assert list(again.rows(trace)) == list(odd.judge.rows(trace))
 
 
-def test_memory_and_no_memory_agree(odd):
-    names = [name for name in odd.trace.taps if name.startswith(("layers.4", "tokens"))]
+@pytest.mark.parametrize("tap", ["layers.4.attn.latent", "layers.0.attn.in", "layers.0.attn.k"])
+def test_memory_and_no_memory_agree(odd, tap):
+    """Also where a step's own input (attn.u, conv inputs) is no tap and follows from one that changed."""
+    names = [name for name in odd.trace.taps if name.startswith((tap[: len("layers.0")], "tokens"))]
     taps = {name: odd.trace.taps[name] for name in names}
-    taps["layers.4.attn.latent"] = (taps["layers.4.attn.latent"].astype(np.float64) * 1.01).astype(np.float32)
+    assert "layers.0.attn.u" not in taps
+    list(odd.judge.rows(Trace(odd.trace.metadata, taps)))
+    taps[tap] = (taps[tap].astype(np.float64) * 1.01).astype(np.float32)
     fresh = list(Rebase(odd.checkpoint, samples=8).rows(Trace(odd.trace.metadata, taps)))
     assert fresh == list(odd.judge.rows(Trace(odd.trace.metadata, taps)))
+    assert list(odd.judge.rows(Trace(odd.trace.metadata, {name: odd.trace.taps[name] for name in names}))) != fresh

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from reference import elementary
 from reference.arithmetic import exp, log, rsqrt, sigmoid, silu, softmax, total
 
 NAN_BITS = 0x7FF8000000000000
@@ -113,14 +114,19 @@ def test_nan_has_one_pattern(name: str) -> None:
 
 
 @pytest.mark.parametrize("function", [exp, log, sigmoid, silu, rsqrt])
-def test_position_and_shape_do_not_matter(function: Callable) -> None:
-    """Vector lanes, scalar tails, strides and zero-dimensional input all give the same bits."""
+def test_position_and_shape_do_not_matter(function: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vector lanes, scalar tails, strides, blocks, what else a block holds and zero-dimensional input all give the same
+    bits."""
     x = np.abs(np.random.default_rng(5).standard_normal(257)) + 0.01
     whole = function(x)
     assert [float(function(v)) for v in x] == whole.tolist()
     assert function(x[::2]).tolist() == whole[::2].tolist()
     assert function(x[:256].reshape(4, 64).T).T.reshape(-1).tolist() == whole[:256].tolist()
     assert function(np.float64(2.0)).shape == ()
+    assert function(np.append(x, [1e3, np.inf]))[:257].tolist() == whole.tolist()
+    monkeypatch.setattr(elementary, "_BLOCK", 100)
+    assert function(x).tolist() == whole.tolist()
+    assert function(x[:256].reshape(4, 64).T).T.reshape(-1).tolist() == whole[:256].tolist()
 
 
 def test_monotonic_where_branches_meet() -> None:

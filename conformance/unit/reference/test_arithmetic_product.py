@@ -194,6 +194,9 @@ def test_large_operands_go_block_by_block(block: int, monkeypatch: pytest.Monkey
     whole = Sliced(b)
     want = matmul(a, whole)
     same_bits(want, rational(a, b))
+    monkeypatch.setattr(exact, "_NEAR", block)
+    same_bits(matmul(a, whole), want)
+    same_bits(matmul(a, Sliced(b)), want)
     monkeypatch.setattr(exact, "_KEPT", 0)
     monkeypatch.setattr(exact, "_BLOCK", block)
     monkeypatch.setattr(exact, "_WORK", 4 * block)
@@ -218,7 +221,7 @@ def test_large_operands_go_block_by_block(block: int, monkeypatch: pytest.Monkey
     ],
     ids=str,
 )
-def test_leading_axes_broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+def test_leading_axes_broadcast(a: tuple[int, ...], b: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = normals(1, *a), normals(2, *b)
     got = matmul(x, y)
     shape = np.broadcast_shapes(a[:-2], b[:-2])
@@ -226,6 +229,8 @@ def test_leading_axes_broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     x, y = np.broadcast_to(x, (*shape, *a[-2:])), np.broadcast_to(y, (*shape, *b[-2:]))
     for at in np.ndindex(*shape):
         same_bits(got[at], rational(x[at], y[at]))
+    monkeypatch.setattr(exact, "_NEAR", 1)
+    same_bits(matmul(normals(1, *a), normals(2, *b)), got)
 
 
 def test_shapes_that_do_not_fit() -> None:
