@@ -95,7 +95,7 @@ class Kernels:
     def experts(self) -> Iterator[dict[str, Any]]:
         """Gate, up and down of the routed experts, alone and as in a step with the shared expert's down.
 
-        No launch writes what the next one multiplies, and all are of the same code: `early`, and nothing to rehearse.
+        No launch writes what the next one multiplies: `early`.
         """
         t, R = self.text, self.R
         D, width, k = t.hidden_size, t.moe_intermediate_size, t.num_experts_per_tok
@@ -109,7 +109,7 @@ class Kernels:
             distinct += len(torch.unique(ids))
             plan = experts.new_plan(self.device)
             experts.make_plan(ids, torch.full((R, k), t.routed_scaling_factor / k, device=self.device), bank, plan)
-            run = partial(experts.routed, x, plan, bank, h, out, t.swiglu_limit, early=True, rehearse=False, pdl=True)
+            run = partial(experts.routed, x, plan, bank, h, out, t.swiglu_limit, early=True, pdl=True)
             alone.append(run)
             shared.append(partial(run, shared=(y, self.make.linear(D, t.shared_intermediate_size))))
         size = 3 * experts.packed_bytes(width, D) * distinct // len(alone)

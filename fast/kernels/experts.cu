@@ -6,9 +6,6 @@
 //
 // Every warp streams its share of the weights through a private ring of cp.async slots, from the first tile of up to the
 // last of down without a break: the shared expert, which needs nothing from up, bridges the wait for the other blocks.
-//
-// With `rehearse` a block goes once through all loops before the wait for its predecessor, on whatever lies in shared
-// memory and storing nothing: that brings the code into the instruction cache.
 #include "nvfp4.cuh"
 #include "plan.cuh"
 
@@ -44,7 +41,6 @@ struct Experts {
     int rows, top_k, hidden, width, shared_k;
     int phases;  // 1: up, 2: down, 3: both, for which all blocks must be on the device at once
     int early;   // the kernel in front did not write x and has waited for the one that did before it let this one start
-    int rehearse;
     float limit;
 };
 
@@ -271,188 +267,181 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts(const __grid_co
     const u32 x_step = g < p.rows ? p.rows * 64 : 0;  // lanes without a row read the same zeros again
     const u32 x_first = g < p.rows ? shared_address(inputs) + (slice * units * 4 * p.rows + g) * 64 + t * 16 : shared_address(&nothing);
 
+    pdl_wait();
+    pdl_launch();
+    u32 generation = 0;
+    static_assert(sizeof(Plan) <= THREADS * 16 && sizeof(Plan) % 16 == 0, "one piece a thread");
+    if (threadIdx.x < sizeof(Plan) / 16) ((uint4 *)&d)[threadIdx.x] = load16((const u8 *)p.plan + threadIdx.x * 16);
+    if (threadIdx.x == 0) generation = load_i32((const int *)p.barrier);
+    __syncthreads();
+    count = d.count, items = p.phases & 1 ? count * tiles : 0, stage = 0;
+    if (chunks == 0 && count == 0) next_block = row_blocks;
+    if (next < items) locate_up();
 #pragma unroll 1
-    for (int pass = p.rehearse ? 0 : 1; pass < 2; ++pass) {
-        const bool live = pass;
-        u32 generation = 0;
-        if (live) {
-            pdl_wait();
-            pdl_launch();
-            static_assert(sizeof(Plan) <= THREADS * 16 && sizeof(Plan) % 16 == 0, "one piece a thread");
-            if (threadIdx.x < sizeof(Plan) / 16) ((uint4 *)&d)[threadIdx.x] = load16((const u8 *)p.plan + threadIdx.x * 16);
-            if (threadIdx.x == 0) generation = load_i32((const int *)p.barrier);
-            __syncthreads();
-            count = d.count, items = p.phases & 1 ? count * tiles : 0, stage = 0;
-            if (chunks == 0 && count == 0) next_block = row_blocks;
-            if (next < items) locate_up();
-#pragma unroll 1
-            for (int s = 0; s < STAGES; ++s) {
-                if (next >= items) issue_down(s, false);
-                else {
-                    issue_up(s, next_unit);
-                    if (++next_unit == units) next_unit = 0, next_item();
-                }
-                copy_commit();
-            }
-            if (!p.early && p.phases & 1) load_x();
-            {  // a thread each: MAX_DISTINCT * 8 = THREADS
-                const int expert = threadIdx.x >> 3, row = threadIdx.x & 7;
-                const int place = expert < count && row < p.rows ? d.place[expert][row] : -1;
-                input[expert][row] = place < 0 ? -1 : 2 * (row * p.top_k + place) * N;
-                if (expert < count) d.weight[expert][row] *= d.scale2[2][expert] * NVFP4_RESIDUE;
-            }
-            __syncthreads();
+    for (int s = 0; s < STAGES; ++s) {
+        if (next >= items) issue_down(s, false);
+        else {
+            issue_up(s, next_unit);
+            if (++next_unit == units) next_unit = 0, next_item();
         }
-        int old = -1;
+        copy_commit();
+    }
+    if (!p.early && p.phases & 1) load_x();
+    {  // a thread each: MAX_DISTINCT * 8 = THREADS
+        const int expert = threadIdx.x >> 3, row = threadIdx.x & 7;
+        const int place = expert < count && row < p.rows ? d.place[expert][row] : -1;
+        input[expert][row] = place < 0 ? -1 : 2 * (row * p.top_k + place) * N;
+        if (expert < count) d.weight[expert][row] *= d.scale2[2][expert] * NVFP4_RESIDUE;
+    }
+    __syncthreads();
+    int old = -1;
 #pragma unroll 1
-        for (int item = live ? start : 0;; item += step) {
-            const bool working = item < (live ? items : p.phases & 1);
-            float c[TILES][4] = {};
-            u32 from_x = x_first;
-            if (working)
+    for (int item = start;; item += step) {
+        const bool working = item < items;
+        float c[TILES][4] = {};
+        u32 from_x = x_first;
+        if (working)
 #pragma unroll (HIDDEN ? HIDDEN / (TEAM * 128) : 1)
-                for (int unit = 0; unit < units; ++unit) {
-                    u32 x[4][4];
-                    load_inputs(x, from_x, x_step);
-                    from_x += 4 * x_step;
-                    copy_wait<STAGES - 1>();
-                    __syncwarp();  // scales were copied by other lanes
-                    const u32 slot = HIDDEN ? unit % STAGES : stage, from = ring + slot * SLOT;
-                    Piece w;
-                    if (BY_TILE) take<256, TILE_SCALES / 2>(w, from + lane * 16, (scale_from ^ (unit & 2) * 8) + used + (unit & 1) * 8);
-                    else take<64, 128>(w, from + lane * 16, from + in_slot);
-                    __syncwarp();  // the slot is refilled while its weights are multiplied
-                    if (HIDDEN && live) {  // the cursor is STAGES units ahead
-                        if (unit + STAGES == units) next_item();
-                        if (unit + STAGES < units) issue_up(slot, unit + STAGES);
-                        else if (next < items) issue_up(slot, unit + STAGES - units);
-                        else issue_down(slot, false);
-                    } else if (live) {
-                        if (next >= items) issue_down(slot, false);
-                        else {
-                            issue_up(slot, next_unit);
-                            if (++next_unit == units) next_unit = 0, next_item();
-                        }
-                        advance();
-                    }
-                    copy_commit();
-                    multiply(c, w, x);
-                }
-            // The sums are taken when the team is through with the next tile: no warp waits for the others.
-            if (turn) mbarrier_wait(shared_address(&through[team]), (turn - 1) & 1);
-            if (old >= 0) {
-                const float *const from = partial + (team * 2 + ((turn - 1) & 1)) * (TEAM * 32 * p.rows);
-                const int id = (slice * 32 + lane + turn * 32) & (TEAM * 32 - 1), row = id >> 4;  // the warps take turns
-                const int expert = (u32)old / tiles, first = (u32)old % tiles * 16, n = id & 15;
-                const int place = live && row < p.rows && first + n < N ? d.place[expert][row] : -1;
-                if (place >= 0 || (!live && row < p.rows)) {
-                    float gate = 0.0f, up = 0.0f;
-#pragma unroll
-                    for (int w = 0; w < TEAM; ++w) gate += from[(w * p.rows + row) * 32 + n], up += from[(w * p.rows + row) * 32 + 16 + n];
-                    gate *= d.scale2[0][expert] * NVFP4_RESIDUE, up *= d.scale2[1][expert] * NVFP4_RESIDUE;
-                    const u16 h = to_bf16(swiglu(gate, up, p.limit));
-                    if (live) *(u16 *)(p.h + 2 * (((long long)row * p.top_k + place) * N + first + nvfp4_place(n))) = h;
-                }
-            }
-            if (!working) break;
-            put(partial + ((team * 2 + (turn & 1)) * TEAM + slice) * (32 * p.rows), c, lane, p.rows);
-            mbarrier_arrive(shared_address(&through[team]));
-            ++turn, old = item;
-            if (live) used ^= TILE_SCALES;
-        }
-        if (live && p.phases == 3) {
-            __syncwarp();
-            if (lane == 0) {
-                fence_block();
-                if (atomicAdd(&arrived, 1) == WARPS - 1) {
-                    fence();
-                    atomicAdd(p.barrier, blockIdx.x ? 1u : 0x80000000u - (gridDim.x - 1));  // all together turn the top bit
-                }
-            }
-            __syncwarp();
-        }
-
-        auto shared_inputs = [&](int chunk) {  // of the lane's row and word, for one chunk of the shared expert
-            const int k = (warp * chunks + chunk) * 32 + t * 8;
-            const bool in = chunk < chunks && g < p.rows && (EXACT || k < p.shared_k);
-            return in ? load16(p.shared_x + 2ll * ((long long)g * p.shared_k + k)) : make_uint4(0, 0, 0, 0);
-        };
-        bool entering = live;
-#pragma unroll 1
-        for (int block = live ? blockIdx.x : 0; block < (live ? row_blocks : p.phases >> 1); block += gridDim.x) {
-            float total[TILES][4] = {};
-            const int first_chunk = live ? 0 : max(chunks - 1, 0);
-            uint4 ahead = shared_inputs(first_chunk);
-#pragma unroll 1
-            for (int chunk = first_chunk; chunk < chunks; ++chunk) {
-                const u32 x[4] = {ahead.x, ahead.y, ahead.z, ahead.w}, from = ring + stage * SLOT + lane * 16;
-                ahead = shared_inputs(chunk + 1);
+            for (int unit = 0; unit < units; ++unit) {
+                u32 x[4][4];
+                load_inputs(x, from_x, x_step);
+                from_x += 4 * x_step;
                 copy_wait<STAGES - 1>();
-#pragma unroll
-                for (int i = 0; i < TILES; ++i) mma_chunk(total[i], shared16(from + i * 1024), shared16(from + i * 1024 + 512), x);
-                __syncwarp();
-                if (live) issue_down(stage, !entering), advance();
-                copy_commit();
-            }
-            if (entering) {
-                entering = false;
-                if (p.phases == 3) {
-                    if (threadIdx.x == 0)
-                        while (((load_acquire(p.barrier) ^ generation) & 0x80000000u) == 0) __nanosleep(20);
-                    __syncthreads();
-                }
-                // The slots under way lack their h: what they are for, as issue_down went.
-                int behind = chunks, choice = 0, group = 0;
-                if (count)
-#pragma unroll 1
-                    for (int s = 0, slot = stage; s < STAGES; ++s, slot = slot + 1 == STAGES ? 0 : slot + 1) {
-                        if (behind < chunks) ++behind;
-                        else {
-                            issue_h(slot, choice, group);
-                            if (++group == groups) group = 0, ++choice;
-                        }
-                        if (behind == chunks && choice == count) behind = choice = 0;
+                __syncwarp();  // scales were copied by other lanes
+                const u32 slot = HIDDEN ? unit % STAGES : stage, from = ring + slot * SLOT;
+                Piece w;
+                if (BY_TILE) take<256, TILE_SCALES / 2>(w, from + lane * 16, (scale_from ^ (unit & 2) * 8) + used + (unit & 1) * 8);
+                else take<64, 128>(w, from + lane * 16, from + in_slot);
+                __syncwarp();  // the slot is refilled while its weights are multiplied
+                if (HIDDEN) {  // the cursor is STAGES units ahead
+                    if (unit + STAGES == units) next_item();
+                    if (unit + STAGES < units) issue_up(slot, unit + STAGES);
+                    else if (next < items) issue_up(slot, unit + STAGES - units);
+                    else issue_down(slot, false);
+                } else {
+                    if (next >= items) issue_down(slot, false);
+                    else {
+                        issue_up(slot, next_unit);
+                        if (++next_unit == units) next_unit = 0, next_item();
                     }
+                    advance();
+                }
                 copy_commit();
-                copy_wait<0>();
+                multiply(c, w, x);
             }
-#pragma unroll 1
-            for (int choice = 0; choice < count; ++choice) {
-                float c[TILES][4] = {};
-#pragma unroll 1
-                for (int group = live ? 0 : groups - 1; group < groups; ++group) {
-                    copy_wait<STAGES - 1>();
-                    __syncwarp();  // scales were copied by other lanes
-                    const u32 from = ring + stage * SLOT;
-                    u32 x[4][4];
-                    load_inputs(x, g < p.rows ? h_at + stage * 4 * h_step : shared_address(&nothing), x_step);
-                    Piece w;
-                    take<64, 128>(w, from + lane * 16, from + in_slot);
-                    __syncwarp();
-                    if (live) issue_down(stage, true), advance();
-                    copy_commit();
-                    multiply(c, w, x);
-                }
-                const float2 w = shared_f32x2(weight_at + choice * 32);
+        // The sums are taken when the team is through with the next tile: no warp waits for the others.
+        if (turn) mbarrier_wait(shared_address(&through[team]), (turn - 1) & 1);
+        if (old >= 0) {
+            const float *const from = partial + (team * 2 + ((turn - 1) & 1)) * (TEAM * 32 * p.rows);
+            const int id = (slice * 32 + lane + turn * 32) & (TEAM * 32 - 1), row = id >> 4;  // the warps take turns
+            const int expert = (u32)old / tiles, first = (u32)old % tiles * 16, n = id & 15;
+            const int place = row < p.rows && first + n < N ? d.place[expert][row] : -1;
+            if (place >= 0) {
+                float gate = 0.0f, up = 0.0f;
 #pragma unroll
-                for (int i = 0; i < TILES; ++i) {
-                    total[i][0] += w.x * c[i][0], total[i][1] += w.y * c[i][1];
-                    total[i][2] += w.x * c[i][2], total[i][3] += w.y * c[i][3];
-                }
+                for (int w = 0; w < TEAM; ++w) gate += from[(w * p.rows + row) * 32 + n], up += from[(w * p.rows + row) * 32 + 16 + n];
+                gate *= d.scale2[0][expert] * NVFP4_RESIDUE, up *= d.scale2[1][expert] * NVFP4_RESIDUE;
+                const u16 h = to_bf16(swiglu(gate, up, p.limit));
+                *(u16 *)(p.h + 2 * (((long long)row * p.top_k + place) * N + first + nvfp4_place(n))) = h;
             }
-            put(partial + warp * (32 * p.rows), total, lane, p.rows);
-            __syncthreads();
-            if (warp < p.rows) {
-                const int n = block * 32 + lane;
-                float part[WARPS], sum = 0.0f;
-#pragma unroll
-                for (int w = 0; w < WARPS; ++w) part[w] = partial[(w * p.rows + warp) * 32 + lane];
-#pragma unroll
-                for (int w = 0; w < WARPS; ++w) sum += part[w];
-                if (live && n < D) p.out[(long long)warp * D + n] = to_bf16(sum);
-            }
-            __syncthreads();
         }
+        if (!working) break;
+        put(partial + ((team * 2 + (turn & 1)) * TEAM + slice) * (32 * p.rows), c, lane, p.rows);
+        mbarrier_arrive(shared_address(&through[team]));
+        ++turn, old = item;
+        used ^= TILE_SCALES;
+    }
+    if (p.phases == 3) {
+        __syncwarp();
+        if (lane == 0) {
+            fence_block();
+            if (atomicAdd(&arrived, 1) == WARPS - 1) {
+                fence();
+                atomicAdd(p.barrier, blockIdx.x ? 1u : 0x80000000u - (gridDim.x - 1));  // all together turn the top bit
+            }
+        }
+        __syncwarp();
+    }
+
+    auto shared_inputs = [&](int chunk) {  // of the lane's row and word, for one chunk of the shared expert
+        const int k = (warp * chunks + chunk) * 32 + t * 8;
+        const bool in = chunk < chunks && g < p.rows && (EXACT || k < p.shared_k);
+        return in ? load16(p.shared_x + 2ll * ((long long)g * p.shared_k + k)) : make_uint4(0, 0, 0, 0);
+    };
+    bool entering = true;
+#pragma unroll 1
+    for (int block = blockIdx.x; block < row_blocks; block += gridDim.x) {
+        float total[TILES][4] = {};
+        uint4 ahead = shared_inputs(0);
+#pragma unroll 1
+        for (int chunk = 0; chunk < chunks; ++chunk) {
+            const u32 x[4] = {ahead.x, ahead.y, ahead.z, ahead.w}, from = ring + stage * SLOT + lane * 16;
+            ahead = shared_inputs(chunk + 1);
+            copy_wait<STAGES - 1>();
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) mma_chunk(total[i], shared16(from + i * 1024), shared16(from + i * 1024 + 512), x);
+            __syncwarp();
+            issue_down(stage, !entering), advance();
+            copy_commit();
+        }
+        if (entering) {
+            entering = false;
+            if (p.phases == 3) {
+                if (threadIdx.x == 0)
+                    while (((load_acquire(p.barrier) ^ generation) & 0x80000000u) == 0) __nanosleep(20);
+                __syncthreads();
+            }
+            // The slots under way lack their h: what they are for, as issue_down went.
+            int behind = chunks, choice = 0, group = 0;
+            if (count)
+#pragma unroll 1
+                for (int s = 0, slot = stage; s < STAGES; ++s, slot = slot + 1 == STAGES ? 0 : slot + 1) {
+                    if (behind < chunks) ++behind;
+                    else {
+                        issue_h(slot, choice, group);
+                        if (++group == groups) group = 0, ++choice;
+                    }
+                    if (behind == chunks && choice == count) behind = choice = 0;
+                }
+            copy_commit();
+            copy_wait<0>();
+        }
+#pragma unroll 1
+        for (int choice = 0; choice < count; ++choice) {
+            float c[TILES][4] = {};
+#pragma unroll 1
+            for (int group = 0; group < groups; ++group) {
+                copy_wait<STAGES - 1>();
+                __syncwarp();  // scales were copied by other lanes
+                const u32 from = ring + stage * SLOT;
+                u32 x[4][4];
+                load_inputs(x, g < p.rows ? h_at + stage * 4 * h_step : shared_address(&nothing), x_step);
+                Piece w;
+                take<64, 128>(w, from + lane * 16, from + in_slot);
+                __syncwarp();
+                issue_down(stage, true), advance();
+                copy_commit();
+                multiply(c, w, x);
+            }
+            const float2 w = shared_f32x2(weight_at + choice * 32);
+#pragma unroll
+            for (int i = 0; i < TILES; ++i) {
+                total[i][0] += w.x * c[i][0], total[i][1] += w.y * c[i][1];
+                total[i][2] += w.x * c[i][2], total[i][3] += w.y * c[i][3];
+            }
+        }
+        put(partial + warp * (32 * p.rows), total, lane, p.rows);
+        __syncthreads();
+        if (warp < p.rows) {
+            const int n = block * 32 + lane;
+            float part[WARPS], sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) part[w] = partial[(w * p.rows + warp) * 32 + lane];
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) sum += part[w];
+            if (n < D) p.out[(long long)warp * D + n] = to_bf16(sum);
+        }
+        __syncthreads();
     }
     copy_wait<0>();
 }

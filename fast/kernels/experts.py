@@ -43,7 +43,7 @@ class PlannerStruct(Parameters):
 class _Experts(Parameters):
     _fields_ = (
         *((name, Pointer) for name in ("plan", "x", "h", "shared_x", "shared_w", "out", "barrier")),
-        *((name, Int) for name in ("rows", "top_k", "hidden", "width", "shared_k", "phases", "early", "rehearse")),
+        *((name, Int) for name in ("rows", "top_k", "hidden", "width", "shared_k", "phases", "early")),
         ("limit", Float),
     )
 
@@ -172,7 +172,6 @@ def routed(
     *,
     phases: int = BOTH,
     early: bool = False,
-    rehearse: bool | None = None,
     pdl: bool = False,
 ) -> None:
     """x [R, D] bf16 -> h [R, k, I] bf16 = swiglu(gate_e x, up_e x) -> out [R, D] bf16 = sum over the row's experts,
@@ -180,8 +179,7 @@ def routed(
 
     Places of h that belong to other ranks' experts are left alone; every eight values of h lie as `arranged` puts them.
     `phases`: both, or only h (UP), or only out (DOWN). `early`: the launch in front is the router's (gemv.project), and
-    x is older. `rehearse`: go through the code once while waiting for it; else only if `early`, since behind a launch
-    that leaves nothing to wait for it costs more than it brings.
+    x is older.
     """
     (R, k, width), D, device = h.shape, bank.hidden, x.device.index
     assert x.dtype == h.dtype == out.dtype == torch.bfloat16, (x.dtype, h.dtype, out.dtype)
@@ -192,14 +190,7 @@ def routed(
     for tensor in (x, h, out):
         assert tensor.is_contiguous(), tensor.stride()
     p = _Experts(plan=address(plan), x=address(x), h=address(h), out=address(out), rows=R, top_k=k)
-    p.hidden, p.width, p.limit, p.phases, p.early, p.rehearse = (
-        D,
-        width,
-        limit,
-        phases,
-        int(early),
-        int(pdl and (early if rehearse is None else rehearse)),
-    )
+    p.hidden, p.width, p.limit, p.phases, p.early = D, width, limit, phases, int(early)
     p.barrier = driver.scratch(device)[2:].data_ptr()
     exact = D % SPAN == 0 and width % (WARPS * 128) == 0
     if shared is not None:

@@ -34,6 +34,7 @@
 #endif
 #define WARPS 16
 #define GROUP (SEGMENTS == 1 && CW > 3 ? 1 : 2)  // tiles whose sums end together: x is loaded once for both, short ones pay once
+#define CHOOSING 8    // warps of the block beside that choose the experts: one a row, and all that plan
 #define MAX_MATRICES 8
 
 enum Kind { OUT_BF16 = 0, OUT_F32 = 1, OUT_SWIGLU = 2, OUT_ROUTER = 3, OUT_ARGMAX = 4 };
@@ -114,22 +115,24 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) gemv(const __grid_co
             const bool live = pass;
             if (live) pdl_wait();
             if (ROUTER && live) pdl_launch();
-            if (warp == WARPS - 1 && lane < p.side.rows) sinkhorn(p.side, lane, live);  // while the others wait for logits
+            if (warp == WARPS - 1 && lane < p.side.rows) sinkhorn(p.side, lane, live);
 #if ROUTER
-            if (live && threadIdx.x == 0) {  // the router's tiles come first and are all being worked on
-                while (load_acquire(p.router.counter) != (u32)p.router_tiles) __nanosleep(20);
-                *p.router.counter = 0;
+            if (warp < CHOOSING) {  // the warps that choose do not wait for that one
+                if (live && threadIdx.x == 0) {  // the router's tiles come first and are all being worked on
+                    while (load_acquire(p.router.counter) != (u32)p.router_tiles) __nanosleep(20);
+                    *p.router.counter = 0;
+                }
+                named_barrier(1, CHOOSING * 32);
+                const int top_k = p.router.top_k;
+                if (warp < p.rows) {
+                    const float *const logits = p.router_logits + (long long)warp * p.router.experts;
+                    router_select(p.router, logits, lane, scratch.ids + warp * top_k, scratch.weights + warp * top_k);
+                }
+                named_barrier(1, CHOOSING * 32);
+                if (live && (int)threadIdx.x < p.rows * top_k)
+                    p.router.ids[threadIdx.x] = scratch.ids[threadIdx.x], p.router.weights[threadIdx.x] = scratch.weights[threadIdx.x];
+                if (p.planner.address && threadIdx.x < 64) make_plan(p.planner, scratch, threadIdx.x, live, [] { named_barrier(2, 64); });
             }
-            __syncthreads();
-            const int top_k = p.router.top_k;
-            if (warp < p.rows) {
-                const float *const logits = p.router_logits + (long long)warp * p.router.experts;
-                router_select(p.router, logits, lane, scratch.ids + warp * top_k, scratch.weights + warp * top_k);
-            }
-            __syncthreads();
-            if (live && (int)threadIdx.x < p.rows * top_k)
-                p.router.ids[threadIdx.x] = scratch.ids[threadIdx.x], p.router.weights[threadIdx.x] = scratch.weights[threadIdx.x];
-            if (p.planner.address && threadIdx.x < 64) make_plan(p.planner, scratch, threadIdx.x, live, [] { named_barrier(2, 64); });
 #endif
         }
         return;

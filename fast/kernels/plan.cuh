@@ -39,12 +39,12 @@ template <typename Sync> DEVICE void make_plan(const Planner &p, PlanScratch &s,
 #pragma unroll
         for (int i = 0; i < 3; ++i) scale2[i] = p.scale2[i * p.experts + id];
     }
-#pragma unroll 1
+#pragma unroll 4
     for (int j = 0; j < min(tid, choices); ++j) first &= s.ids[j] != own;
     s.first[tid] = first;
     sync();
     int rank = 0, count = 0;
-#pragma unroll 1
+#pragma unroll 4
     for (int j = 0; j < choices; ++j) rank += s.first[j] && s.ids[j] < own, count += s.first[j];
     if (tid == 0 && live) p.plan->count = count;
     if (!first) return;
@@ -55,7 +55,7 @@ template <typename Sync> DEVICE void make_plan(const Planner &p, PlanScratch &s,
         for (int i = 0; i < 3; ++i) p.plan->scale2[i][rank] = scale2[i];
     }
     u64 places = ~0ull;  // a byte a row
-#pragma unroll 1
+#pragma unroll 4
     for (int j = 0; j < choices; ++j)
         if (s.ids[j] == own) places ^= (u64)(0xff ^ j % p.top_k) << j / p.top_k * 8;
     float weight[8];

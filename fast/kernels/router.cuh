@@ -67,21 +67,26 @@ DEVICE void router_select(const Router &p, const float *logits, int lane, int *i
     }
     int mine = 0;
     float s = 0.0f;
+    u32 best;  // of the lane's keys, and where it is
+    int at;
+    auto offer = [&] {
+        best = key[0], at = lane;
+#pragma unroll
+        for (int i = 1; i < PER_LANE; ++i)
+            if (key[i] > best) best = key[i], at = i * 32 + lane;
+    };
+    offer();
 #pragma unroll 1
     for (int j = 0; j < p.top_k; ++j) {
-        u32 best = 0;
-#pragma unroll
-        for (int i = 0; i < PER_LANE; ++i) best = max(best, key[i]);
-        best = __reduce_max_sync(~0u, best);
-        int winner = 0x7fffffff;
-#pragma unroll
-        for (int i = PER_LANE - 1; i >= 0; --i)
-            if (key[i] == best) winner = i * 32 + lane;
-        winner = __reduce_min_sync(~0u, winner);
+        const u32 top = __reduce_max_sync(~0u, best);
+        const int winner = __reduce_min_sync(~0u, best == top ? at : 0x7fffffff);
         float won = 0.0f;
+        if (at == winner) {
 #pragma unroll
-        for (int i = 0; i < PER_LANE; ++i)
-            if (i * 32 + lane == winner) key[i] = 0u, won = chance[i];
+            for (int i = 0; i < PER_LANE; ++i)
+                if (i * 32 + lane == winner) key[i] = 0u, won = chance[i];
+            offer();
+        }
         won = __shfl_sync(~0u, won, winner & 31);
         if (lane == j) mine = winner, s = won;
     }
