@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 import fast.model
-from conformance.engines.base import as_numpy, feed
+from conformance.engines.base import Hidden, as_numpy, drafts, feed
 from conformance.engines.fast import DTYPES, FastEngine
 from conformance.trace import Recorder
+from fast.generate import Generator
+from fast.linear import ROWS
+from fast.mtp import Mtp
 from fast.sharding import Mesh
 from reference.checkpoint import open_checkpoint
 
@@ -103,16 +106,18 @@ class ThreadedEngine(FastEngine):
     """The fast engine on several ranks, all of them here. `models` are theirs, in rank order."""
 
     def _open(self, directory: Path) -> None:
+        self.drafts = drafts(self.name, self.settings["mtp"], ROWS - 1)
         self.checkpoint = open_checkpoint(directory)
-        self.config, self.export, self.drafts = self.checkpoint.config, self.checkpoint.export, 0
+        self.config, self.export = self.checkpoint.config, self.checkpoint.export
         self.exchange = Exchange(self.mesh.world)
         self.models = [self._rank(directory, rank) for rank in range(self.mesh.world)]
+        self.blocks = [Mtp(model) for model in self.models] if self.drafts else []
 
     def _rank(self, directory: Path, rank: int) -> fast.model.TextModel:
         mesh = Mesh(self.mesh.tp, self.mesh.ep, rank, self.settings["vocab"])
         sizes: dict[str, Any] = {"tp": mesh.tp, "ep": mesh.ep, "rank": rank, "vocab": mesh.vocab}
         return fast.model.TextModel(
-            fast.model.load(directory, progress=False, **sizes),
+            fast.model.load(directory, progress=False, mtp=self.drafts > 0, **sizes),
             dtype=DTYPES[self.settings["arithmetic"]],
             communicator=Thread(mesh, self.exchange, check=False),
             **{key: self.settings[key] for key in ("kda_chunk", "mla")},
@@ -123,8 +128,11 @@ class ThreadedEngine(FastEngine):
             rank = ranks.mesh.rank
             model, recorder = self.models[rank], recorders[rank]
             model.reset()
-            vocab = self.config.text.vocab_size
-            recorder("logits", feed(model, ids, schedule, vocab, lambda name, value: heard(recorder, name, value)))
+            hidden = Hidden(lambda name, value: heard(recorder, name, value))
+            recorder("logits", feed(model, ids, schedule, self.config.text.vocab_size, hidden))
+            if self.drafts:
+                generator = Generator(model, mtp=self.blocks[rank], drafts=self.drafts)
+                generator.observe(torch.cat(hidden.parts), torch.from_numpy(ids), schedule.cuts, hidden)
 
         def heard(recorder: Recorder, name: str, value: Any) -> None:
             if name not in ("tokens", "logits"):

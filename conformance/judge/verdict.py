@@ -162,7 +162,7 @@ def _unfit(trace: Trace, checkpoint: Checkpoint) -> dict[str, str]:
         elif len(tap.shape) != len(spec.shape) or any(
             isinstance(want, int) and want != have for want, have in zip(spec.shape, tap.shape, strict=True)
         ):
-            out[name] = f"shape {list(tap.shape)}, expected {list(spec.shape)}"
+            out[name] = f"shape {list(tap.shape)}, expected [{', '.join(map(str, spec.shape))}]"
     if ids is not None and ids.ndim:
         rest = Trace(
             trace.metadata, {name: tap for name, tap in trace.taps.items() if name not in out or name == "tokens"}

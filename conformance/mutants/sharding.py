@@ -31,7 +31,7 @@ _m = family("sharding")
 
 @functools.cache
 def _whole(directory: str) -> Weights:
-    return load(directory, progress=False)
+    return load(directory, progress=False, mtp=True)
 
 
 def loaded(change: Callable[[Weights, Weights], None]) -> Patch:
