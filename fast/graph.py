@@ -11,6 +11,7 @@ With a tap the launches are the same, and each is followed by what it wrote.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -125,21 +126,27 @@ class Witness:
     start: int
 
 
+_ONE_AT_A_TIME = threading.RLock()
+
+
 @contextmanager
 def recording(device: torch.device) -> Iterator[torch.cuda.CUDAGraph]:
     """-> the graph that takes what is launched inside.
 
     CUDA breaks a recording off when its thread destroys another graph, as a garbage collection at the wrong moment does
-    with a step that nobody holds any more: none happens inside. Other threads may use the device meanwhile.
+    with a step that nobody holds any more: none happens inside. Other threads may use the device meanwhile, and record
+    when this one has ended.
     """
-    graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            yield graph
-    finally:
-        if collecting:
-            gc.enable()
+    with _ONE_AT_A_TIME, torch.cuda.device(device):
+        graph, stream, collecting = torch.cuda.CUDAGraph(), torch.cuda.Stream(), gc.isenabled()
+        gc.disable()
+        try:
+            # The stream is of this device, and left again whatever ends the recording: torch's own is neither.
+            with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                yield graph
+        finally:
+            if collecting:
+                gc.enable()
 
 
 class DecodeStep:

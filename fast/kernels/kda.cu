@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) kda(const __grid_consta
 #pragma unroll
                     for (int j = 0; j < 3; ++j) *(u32 *)(past_of(sequence) + 2 * j * p.past_time) = past[j];
             }
-            if (role == 3) betas[turn] = sigmoid(bf16_to_float((u16)fresh));
+            if (tid == 3 * HD / 2) betas[turn] = sigmoid(bf16_to_float((u16)fresh));
             if (gated >= 0) {
                 const bool decays = gated < HD;
                 float v = 0.0f;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -132,6 +133,18 @@ def test_a_recording_outlives_garbage_that_holds_another_graph() -> None:
         x.add_(1.0)
     graph.replay()
     assert (x.tolist(), len(kept)) == ([1.0] * 4, 100_000)
+
+
+def test_a_recording_that_breaks_off_leaves_the_stream_as_it_was() -> None:
+    before, x = torch.cuda.current_stream(), torch.zeros(4, device=CUDA)
+    with pytest.raises(ValueError, match="enough"), recording(x.device):
+        x.add_(1.0)
+        raise ValueError("enough")
+    assert (torch.cuda.current_stream(), gc.isenabled()) == (before, True)
+    with recording(x.device) as graph:
+        x.add_(1.0)
+    graph.replay()
+    assert x.tolist() == [1.0] * 4
 
 
 def test_other_threads_may_use_the_device_during_a_recording() -> None:
