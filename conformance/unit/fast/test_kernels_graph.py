@@ -137,9 +137,14 @@ def test_a_recording_outlives_garbage_that_holds_another_graph() -> None:
 
 def test_a_recording_that_breaks_off_leaves_the_stream_as_it_was() -> None:
     before, x = torch.cuda.current_stream(), torch.zeros(4, device=CUDA)
-    with pytest.raises(ValueError, match="enough"), recording(x.device):
-        x.add_(1.0)
-        raise ValueError("enough")
+
+    def broken_off() -> None:
+        with recording(x.device):
+            x.add_(1.0)
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        broken_off()
     assert (torch.cuda.current_stream(), gc.isenabled()) == (before, True)
     with recording(x.device) as graph:
         x.add_(1.0)
