@@ -4,7 +4,7 @@
 
 Each seed has its own synthetic checkpoints, its own prompt and its own schedule, all following from it. Engines are
 those that compute the model correctly by construction: the public torch classes, the fast engine, and the reference
-itself in `stochastic` arithmetic, whose every rounding goes either way.
+itself in `stochastic` arithmetic, whose every rounding goes either way, on one rank and on ranks that add in bf16.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ ENGINES: dict[str, tuple[str, dict[str, object]]] = {
     "fast-bf16": ("fast", {"arithmetic": "bf16"}),
     "fast-fp32": ("fast", {"arithmetic": "fp32"}),
     "reference-stochastic": ("reference", {"arithmetic": "stochastic"}),
+    "ranks-stochastic": ("reference", {"arithmetic": "stochastic", "tp": 2, "ep": 2}),
 }
 ATTENTION = ("eager", "sdpa")
 """Of the public classes, in turn from seed to seed."""

@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 
 from conformance.errors import RankTraceError
-from conformance.trace import REQUIRED_METADATA, Trace
+from conformance.trace import PARTIAL_SUMS, REQUIRED_METADATA, Trace
 from reference.errors import MeshError
 from reference.rank_taps import RankDisagreementError, RankShapeError, join, ranks_with
 from reference.sharding import Mesh
 
 KEY = "rank_disagreements"
 SUFFIXES = (".trace", ".safetensors")
-COMMON = tuple(key for key in REQUIRED_METADATA if key != "checkpoint")
+COMMON = (*(key for key in REQUIRED_METADATA if key != "checkpoint"), PARTIAL_SUMS)
 """Metadata that are the same on all ranks. What a checkpoint's directory is called is a matter of the host."""
 
 

@@ -54,6 +54,8 @@ REQUIRED_METADATA = (
     "ep",
     "schedule",
 )
+PARTIAL_SUMS = "partial_sums"
+"""Metadata key of engines on several ranks: `fp32` or `bf16`, what ranks hand to the all-reduce. Without it, `bf16`."""
 DTYPES: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),

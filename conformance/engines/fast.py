@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from conformance.engines.base import BaseEngine, Hidden, as_numpy, drafts, feed, told
-from conformance.trace import Recorder
+from conformance.trace import PARTIAL_SUMS, Recorder
 from fast.generate import Generator
 from fast.linear import ROWS
 from fast.model import TextModel
@@ -99,6 +99,8 @@ class FastEngine(BaseEngine):
     def _describe(self) -> dict[str, Any]:
         keys = ("device", "kda_chunk", "mla", *(["vocab"] if self.mesh.world > 1 else []))
         extra = {key: str(self.settings[key]) for key in keys} | told(self.drafts)
+        if self.mesh.world > 1:
+            extra[PARTIAL_SUMS] = "fp32"
         if self.settings["device"] != "cpu":
             extra["kernels"] = self._kernels()
         return {key: self.settings[key] for key in ("arithmetic", "tp", "ep")} | {"extra": extra}

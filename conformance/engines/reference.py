@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from conformance.engines.base import BaseEngine, Hidden, drafts, feed, told
-from conformance.trace import Recorder
+from conformance.trace import PARTIAL_SUMS, Recorder
 from reference.checkpoint import open_checkpoint
 from reference.model import TextModel
 from reference.mtp import Block, Speculation
@@ -80,6 +80,8 @@ class ReferenceEngine(BaseEngine):
 
     def _describe(self) -> dict[str, Any]:
         extra = {key: str(self.settings[key]) for key in ("seed", "kda", "kda_chunk", "mla")} | told(self.drafts)
+        if self.mesh.world > 1:
+            extra[PARTIAL_SUMS] = "bf16" if self.settings["arithmetic"] == "stochastic" else "fp32"
         return {key: self.settings[key] for key in ("arithmetic", "tp", "ep")} | {"extra": extra}
 
     def operands(self, name: str) -> dict[str, np.ndarray] | None:

@@ -207,5 +207,5 @@ class DraftRun(Run):
         model = copy.copy(self.model)
         model.ar = self._sampler(node, first)
         index = self.owner.config.mtp_layer
-        model.layers = {index: self.model.layers[index].beside(model)}  # type: ignore
+        model.layers = {index: self._ranked(node, self.model.layers[index].beside(model))}  # type: ignore
         return model

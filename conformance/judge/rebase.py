@@ -15,11 +15,12 @@ import hashlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from conformance.judge import graph, margins
+from conformance.judge import graph, margins, ranks
 from conformance.judge.bounds import Budget, Step, judge
 from conformance.judge.graph import Node
 from conformance.judge.result import Statistics, TapRow
@@ -28,12 +29,13 @@ from conformance.judge.sampling import Sampler
 from conformance.judge.spread import measure
 from conformance.trace import Trace
 from reference.checkpoint import Checkpoint
-from reference.model import Layer, TextModel
+from reference.model import Layer, Moe, TextModel
 
 SAMPLES = 16
 FALSE_ALARM = 1e-6
 _AT_ONCE = 1 << 22
 _MOST = 1 << 26
+_MOE_INPUTS = ("mlp.in", "router.indices", "router.weights")
 Taint = npt.NDArray[np.bool_] | None
 _Drawn = tuple[dict[str, np.ndarray], dict[str, np.ndarray]]
 
@@ -104,6 +106,9 @@ class Run:
         """Taps that the trace lacks and that another run computed."""
         self.digests: dict[str, bytes] = {}
         self.length = len(trace.taps["tokens"])
+        self.mesh = ranks.rounding(trace.metadata, owner.checkpoint)
+        self.partials: dict[str, list[np.ndarray]] = {}
+        """What each rank adds to an mlp.out, by its name."""
 
     def rows(self) -> Iterator[TapRow]:
         for node in self.owner.nodes:
@@ -128,14 +133,18 @@ class Run:
 
     def _remembered(self, node: Node, outputs: list[str]) -> Iterator[TapRow]:
         memory, (roots, between) = self.owner.memory, self._origin(node)
-        if memory is None or between & self.adopted:
+        if memory is None or between & self.adopted or self._wide(node):
             yield from self._judge(node, outputs)
             return
-        key = repr((outputs, self.budget, sorted(between))).encode()
+        key = repr((outputs, self.budget, self.mesh, sorted(between))).encode()
         key += b"".join(self._digest(name) for name in (*roots, *outputs))
         if key not in memory:
             memory[key] = tuple(self._judge(node, outputs))
         yield from memory[key]
+
+    def _wide(self, node: Node) -> bool:
+        """Whether the samples of a node rest on more than its inputs: on what each rank adds."""
+        return self.mesh.world > 1 and node.outputs[0].endswith("mlp.out")
 
     def _digest(self, name: str) -> bytes:
         if name not in self.digests:
@@ -231,9 +240,9 @@ class Run:
     def _drawn(self, node: Node, outputs: list[str]) -> _Drawn:
         """What `_both` gives; or gave, where the inputs are those of the node last judged."""
         roots, between = self._origin(node)
-        if self.owner.memory is None or between & self.adopted:
+        if self.owner.memory is None or between & self.adopted or self._wide(node):
             return self._both(node, outputs)
-        key = repr((outputs, id(self.model), sorted(between))).encode()
+        key = repr((outputs, id(self.model), self.mesh, sorted(between))).encode()
         key += b"".join(self._digest(name) for name in roots)
         if self.owner.last is None or self.owner.last[0] != key:
             self.owner.last = key, self._both(node, outputs)
@@ -292,11 +301,27 @@ class Run:
         if node.layer is not None:
             weights = self.model.w.at(f"layers.{node.layer}.")
             layer = Layer(node.layer, model.ar, self.model.config, weights, self.model.options)
-            model.layers = {node.layer: layer}  # type: ignore[assignment]
+            model.layers = {node.layer: self._ranked(node, layer)}  # type: ignore[assignment]
         return model
 
     def _sampler(self, node: Node, first: int) -> Sampler:
-        return Sampler(zlib.crc32(f"{self.owner.seed} {node.outputs[0]} {first}".encode()))
+        seed = zlib.crc32(f"{self.owner.seed} {node.outputs[0]} {first}".encode())
+        return Sampler(seed) if self.mesh.world == 1 else ranks.RankSampler(seed, self.mesh)
+
+    def _ranked(self, node: Node, layer: Any) -> Any:
+        """A layer of samples whose experts are those of all ranks."""
+        if self.mesh.world > 1 and isinstance(layer.ffn, Moe):
+            layer.ffn = ranks.RankedMoe(layer.ffn, self.mesh, lambda: self._partials(node))
+        return layer
+
+    def _partials(self, node: Node) -> list[np.ndarray]:
+        """What each rank adds to the mlp.out that `node` makes, in exact arithmetic."""
+        name, layer = node.outputs[0], node.layer
+        if name not in self.partials:
+            assert layer is not None
+            inputs = (self._value(self.exact, name.removesuffix("mlp.out") + tap) for tap in _MOE_INPUTS)
+            self.partials = {name: ranks.partial_sums(self.model.layers[layer].ffn, self.mesh, *inputs)}
+        return self.partials[name]
 
     def _forget(self, kept: str = "") -> None:
         for side in (self.exact, self.sampled):

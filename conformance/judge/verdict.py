@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from conformance import taps
-from conformance.judge import bits, drafts, rank_bits, tokens
+from conformance.judge import bits, drafts, rank_bits, ranks, tokens
 from conformance.judge.bits import Operands
 from conformance.judge.bounds import FAMILIES
 from conformance.judge.rank_bits import RankOperands
@@ -23,10 +23,9 @@ from conformance.judge.rebase import FALSE_ALARM, SAMPLES, Rebase
 from conformance.judge.result import Coverage, Divergence, Problem, Result, TapRow, TensorRow, TokenRow
 from conformance.judge.rows import unfit_row
 from conformance.rank_traces import disagreements
-from conformance.trace import DTYPE_NAMES, REQUIRED_TAPS, Trace, inspect
+from conformance.trace import DTYPE_NAMES, PARTIAL_SUMS, REQUIRED_TAPS, Trace, inspect
 from reference.checkpoint import Checkpoint
 from reference.errors import DivisionError, MeshError
-from reference.sharding import Mesh, plan
 
 Progress = Callable[[str], None]
 BELONGING = ("config_sha256", "export")
@@ -135,13 +134,13 @@ def _claims(metadata: dict[str, str], checkpoint: Checkpoint) -> Iterator[Proble
     """What no run of this checkpoint can have: an arithmetic nobody knows, ranks that it does not divide among."""
     if (arithmetic := metadata.get("arithmetic", "")) not in ARITHMETICS:
         yield _lie("arithmetic", arithmetic, " or ".join(ARITHMETICS))
-    tp, ep = (metadata.get(key, "") for key in ("tp", "ep"))
     try:
-        mesh = Mesh(int(tp), int(ep))
-        if mesh.world > 1:
-            plan(checkpoint.specs.values(), checkpoint.config.text, mesh)
+        ranks.claimed(metadata, checkpoint)
     except (ValueError, MeshError, DivisionError) as error:
-        yield _lie("tp, ep", f"{tp}, {ep}", f"ranks that the weights divide among ({error})")
+        found = ", ".join(metadata.get(key, "") for key in ("tp", "ep"))
+        yield _lie("tp, ep", found, f"ranks that the weights divide among ({error})")
+    if (sums := metadata.get(PARTIAL_SUMS, "bf16")) not in ("fp32", "bf16"):
+        yield _lie(PARTIAL_SUMS, sums, "fp32 or bf16")
 
 
 def _lie(key: str, have: str, want: str) -> Problem:
