@@ -35,8 +35,10 @@ ENGINES: dict[str, tuple[str, dict[str, object]]] = {
     "fast-bf16": ("fast", {"arithmetic": "bf16"}),
     "fast-fp32": ("fast", {"arithmetic": "fp32"}),
     "reference-stochastic": ("reference", {"arithmetic": "stochastic"}),
-    "ranks-stochastic": ("reference", {"arithmetic": "stochastic", "tp": 2, "ep": 2}),
+    "ranks-stochastic": ("reference", {"arithmetic": "stochastic"}),
 }
+RANKS: dict[str, dict[str, int]] = {"tiny": {"tp": 2, "ep": 2}, "odd": {"ep": 4}}
+"""Of ranks-stochastic, by geometry: the packed dense blocks of `odd` do not divide, and its experts not evenly."""
 ATTENTION = ("eager", "sdpa")
 """Of the public classes, in turn from seed to seed."""
 GEOMETRIES = ("tiny", "odd")
@@ -95,7 +97,8 @@ def try_once(run: Run, directory: Path, judge: Rebase, count: int) -> Outcome:
     engine = registry.create(name)
     turn = {"attention": ATTENTION[run.seed % 2]} if name == "transformers" else {}
     fresh = {"seed": 10_000 + run.seed} if name == "reference" else {}
-    engine.open(directory, **options, **turn, **fresh)
+    mesh = RANKS[run.geometry] if run.engine == "ranks-stochastic" else {}
+    engine.open(directory, **options, **turn, **fresh, **mesh)
     ids = prompt(run.seed, judge.config.vocab_size, count)
     schedule = list(SCHEDULES.values())[run.seed % len(SCHEDULES)](count)
     trace = engine.run(ids, schedule)
