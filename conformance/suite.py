@@ -7,7 +7,7 @@ directory.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,14 @@ def run(
     case: Case,
     *,
     judge: Rebase | None = None,
+    asked: Mapping[str, object] | None = None,
     with_operands: bool = True,
     stop: bool = False,
     progress: Progress | None = None,
 ) -> Result:
     """One case through an opened engine, then judged. The trace lies in a temporary file while it is judged.
 
-    `stop`: no further than the first step that fails.
+    `asked`: the options it was opened with. `stop`: no further than the first step that fails.
     """
     tokens = case.tokens(ids)
     trace = engine.run(tokens, SCHEDULES[case.name](len(tokens)))
@@ -80,6 +81,7 @@ def run(
             checkpoint,
             operands=operands_of(engine) if with_operands else None,
             expected_tokens=tokens,
+            asked=asked,
             judge=judge,
             stop=stop,
             progress=progress,
@@ -100,12 +102,14 @@ def conform(
     cases: Sequence[Case] = CASES,
     *,
     judge: Rebase | None = None,
+    asked: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Result]:
     """Every case that the tokens suffice for; the operands are compared with the first one only."""
     owner = judge or Rebase(checkpoint)
     for number, case in enumerate(case for case in cases if fits(case, ids)):
-        yield run(engine, checkpoint, ids, case, judge=owner, with_operands=number == 0, progress=progress)
+        first = number == 0
+        yield run(engine, checkpoint, ids, case, judge=owner, asked=asked, with_operands=first, progress=progress)
 
 
 def engine_options(**named: Any) -> dict[str, Any]:

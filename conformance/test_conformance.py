@@ -65,7 +65,7 @@ def test_the_engine_agrees_with_the_reference(place, case, synthetic, request, r
     engine.open(directory, **settings, **({"mtp": DRAFTS} if drafting else {}))
     ids = suite.prompt(checkpoint)
     assert suite.fits(case, ids), f"{len(ids)} tokens are too few for {case.name}"
-    result = suite.run(engine, checkpoint, ids, case, judge=Rebase(checkpoint))
+    result = suite.run(engine, checkpoint, ids, case, judge=Rebase(checkpoint), asked=settings)
     record_property(RESULT, result.to_json())
     assert result.passed, result.first_divergence and result.first_divergence.line
     if option("--engine") == "fast":

@@ -51,7 +51,7 @@ def conform(
         raise UsageError(f"{len(ids)} tokens are too few: the shortest case decodes {suite.DECODED} after a prefill")
     judge = Rebase(checkpoint, samples=samples, seed=seed, false_alarm=false_alarm)
     with _progress(checkpoint, len(cases), quiet) as advance:
-        return list(suite.conform(runner, checkpoint, ids, cases, judge=judge, progress=advance))
+        return list(suite.conform(runner, checkpoint, ids, cases, judge=judge, asked=options, progress=advance))
 
 
 @contextmanager

@@ -136,7 +136,7 @@ class Run:
         if memory is None or between & self.adopted or self._wide(node):
             yield from self._judge(node, outputs)
             return
-        key = repr((outputs, self.budget, self.mesh, sorted(between))).encode()
+        key = repr((outputs, self.budget, self.mesh, id(self.model), sorted(between))).encode()
         key += b"".join(self._digest(name) for name in (*roots, *outputs))
         if key not in memory:
             memory[key] = tuple(self._judge(node, outputs))

@@ -7,7 +7,7 @@ dtype, metadata that contradict the checkpoint and tokens other than those asked
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -39,6 +39,7 @@ def compare(
     *,
     operands: Operands | RankOperands | None = None,
     expected_tokens: Sequence[int] | np.ndarray | None = None,
+    asked: Mapping[str, object] | None = None,
     samples: int = SAMPLES,
     seed: int = 0,
     false_alarm: float = FALSE_ALARM,
@@ -49,13 +50,16 @@ def compare(
     """`operands(name)` shows what the engine bound (None: not compared, and said so in the coverage); for several
     ranks it is a `RankOperands`.
 
-    `expected_tokens` are those the run was asked for. `judge` is a `Rebase` of the same checkpoint to go on using; the
-    three numbers before it are then its own. `progress` is called with the name of each tap and tensor that was judged.
-    With `stop` nothing is judged after the first step that fails: for those who only ask whether and where.
+    `expected_tokens` are those the run was asked for, `asked` the options that the engine was opened with: a trace that
+    names another number of ranks or another arithmetic is of another run. `judge` is a `Rebase` of the same checkpoint
+    to go on using; the three numbers before it are then its own. `progress` is called with the name of each tap and
+    tensor that was judged. With `stop` nothing is judged after the first step that fails: for those who only ask
+    whether and where.
     """
     report = progress or (lambda name: None)
     owner = judge or Rebase(checkpoint, samples=samples, seed=seed, false_alarm=false_alarm)
     problems, unfit = _problems(trace, checkpoint, expected_tokens)
+    problems += _other_run(trace.metadata, asked or {})
     tensors: list[TensorRow] = []
     for tensor in _tensors(checkpoint, operands, _has_drafts(trace)):
         tensors.append(tensor)
@@ -141,6 +145,14 @@ def _claims(metadata: dict[str, str], checkpoint: Checkpoint) -> Iterator[Proble
         yield _lie("tp, ep", found, f"ranks that the weights divide among ({error})")
     if (sums := metadata.get(PARTIAL_SUMS, "bf16")) not in ("fp32", "bf16"):
         yield _lie(PARTIAL_SUMS, sums, "fp32 or bf16")
+
+
+def _other_run(metadata: dict[str, str], asked: Mapping[str, object]) -> Iterator[Problem]:
+    for key in ("tp", "ep", "arithmetic"):
+        have, want = metadata.get(key, ""), str(asked.get(key, ""))
+        if key in asked and have.lstrip("0") != want:
+            text = f"metadata {key} is {have}, the engine was opened with {want}"
+            yield Problem("metadata", key, have, want, True, text)
 
 
 def _lie(key: str, have: str, want: str) -> Problem:

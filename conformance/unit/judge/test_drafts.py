@@ -223,11 +223,12 @@ def test_without_sharing_every_row_has_an_indexer(tmp_path):
 
 
 def test_stored_experts_are_judged_as_the_trace_says():
-    """The oracle's own two readings of BF16 experts, each under its name and under the other's."""
+    """The oracle's own two readings of BF16 experts, each under both names, by one judge with a memory."""
     one = bench("odd", "nvidia", "reference", arithmetic="bf16")
+    judge = Rebase(one.checkpoint, remember=True)
     for word, passes in (("packed", True), ("stored", False)):
         trace = Trace(one.trace.metadata | {drafts.EXPERTS: word}, one.trace.taps)
-        failing = [row.tap for row in drafts.rows(one.judge, trace) if not row.passed]
+        failing = [row.tap for row in drafts.rows(judge, trace) if not row.passed]
         assert failing == ([] if passes else ["mtp.routed.out"])
     (problem,) = drafts.problems(
         Trace(one.trace.metadata | {drafts.EXPERTS: "fp8"}, one.trace.taps), one.checkpoint.config

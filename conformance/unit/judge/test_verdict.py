@@ -226,6 +226,18 @@ def test_other_tokens_than_asked_for_fail(bench):
     assert result.first_divergence.tap == "tokens"
 
 
+@pytest.mark.parametrize("asked", [{"tp": 2}, {"ep": 4}, {"arithmetic": "fp32"}], ids=str)
+def test_another_run_than_the_engine_was_opened_for_fails(bench, asked):
+    result = bench.judged(asked=asked)
+    assert not result.passed
+    ((key, want),) = asked.items()
+    assert [(p.name, p.expected) for p in result.problems if p.fatal] == [(key, str(want))]
+
+
+def test_the_run_that_was_asked_for_passes(bench):
+    assert bench.judged(asked={"tp": 1, "ep": 1, "arithmetic": "bf16", "seed": 3, "device": "cpu"}).passed
+
+
 def test_tokens_that_do_not_belong_to_the_taps_fail_at_the_embedding(bench):
     other = bench.ids.copy()
     other[3] += 1
