@@ -10,10 +10,7 @@ With a tap the launches are the same, and each is followed by what it wrote.
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +23,7 @@ from fast.kernels.gemv import Product
 from fast.kernels.layers import Dense, Dsa, Kda, Layer, Model, Moe
 from fast.kernels.router import Router
 from fast.ops import indexer as scoring
+from fast.recording import recording
 from fast.state import DsaState, State
 
 Tap = Callable[[str, Any], None]
@@ -124,29 +122,6 @@ class Witness:
 
     kda: Tensor
     start: int
-
-
-_ONE_AT_A_TIME = threading.RLock()
-
-
-@contextmanager
-def recording(device: torch.device) -> Iterator[torch.cuda.CUDAGraph]:
-    """-> the graph that takes what is launched inside.
-
-    CUDA breaks a recording off when its thread destroys another graph, as a garbage collection at the wrong moment does
-    with a step that nobody holds any more: none happens inside. Other threads may use the device meanwhile, and record
-    when this one has ended.
-    """
-    with _ONE_AT_A_TIME, torch.cuda.device(device):
-        graph, stream, collecting = torch.cuda.CUDAGraph(), torch.cuda.Stream(), gc.isenabled()
-        gc.disable()
-        try:
-            # The stream is of this device, and left again whatever ends the recording: torch's own is neither.
-            with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                yield graph
-        finally:
-            if collecting:
-                gc.enable()
 
 
 class DecodeStep:

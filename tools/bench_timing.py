@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fast.graph import recording
+from fast.recording import recording
 from tools.errors import UsageError
 
 Launch = Callable[[], Any]

@@ -14,12 +14,13 @@ from conformance.checkpoints.geometry import geometry
 from conformance.unit.fast import kernel_cases as cases
 from conformance.unit.fast.kernel_cases import CUDA
 from fast import config as configs
-from fast.graph import DecodeStep, GraphGeometryError, GraphRowsError, recording
+from fast.graph import DecodeStep, GraphGeometryError, GraphRowsError
 from fast.kernels import layers
 from fast.ledger import Ledger
 from fast.loader import Weights
 from fast.model import TextModel
 from fast.nvfp4 import Packed
+from fast.recording import recording
 from fast.sharding import Mesh
 from reference import config as reference_configs
 from reference import layout
