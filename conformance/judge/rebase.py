@@ -132,19 +132,24 @@ class Run:
         return self._value(self.exact, "logits"), self._value(self.sampled, "logits"), clear
 
     def _remembered(self, node: Node, outputs: list[str]) -> Iterator[TapRow]:
-        memory, (roots, between) = self.owner.memory, self._origin(node)
-        if memory is None or between & self.adopted or self._wide(node):
+        memory, key = self.owner.memory, self._key(node, outputs)
+        if memory is None or key is None:
             yield from self._judge(node, outputs)
             return
-        key = repr((outputs, self.budget, self.mesh, id(self.model), sorted(between))).encode()
-        key += b"".join(self._digest(name) for name in (*roots, *outputs))
+        key += repr(self.budget).encode() + b"".join(self._digest(name) for name in outputs)
         if key not in memory:
             memory[key] = tuple(self._judge(node, outputs))
         yield from memory[key]
 
-    def _wide(self, node: Node) -> bool:
-        """Whether the samples of a node rest on more than its inputs: on what each rank adds."""
-        return self.mesh.world > 1 and node.outputs[0].endswith("mlp.out")
+    def _key(self, node: Node, outputs: list[str]) -> bytes | None:
+        """What a node's samples are made from, in bytes; None where a judge has no memory, or where that is more: taps
+        of another run, or what each rank adds to a sum."""
+        roots, between = self._origin(node)
+        ranked = self.mesh.world > 1 and node.outputs[0].endswith("mlp.out")
+        if self.owner.memory is None or between & self.adopted or ranked:
+            return None
+        key = repr((outputs, self.mesh, id(self.model), sorted(between))).encode()
+        return key + b"".join(self._digest(name) for name in roots)
 
     def _digest(self, name: str) -> bytes:
         if name not in self.digests:
@@ -239,11 +244,9 @@ class Run:
 
     def _drawn(self, node: Node, outputs: list[str]) -> _Drawn:
         """What `_both` gives; or gave, where the inputs are those of the node last judged."""
-        roots, between = self._origin(node)
-        if self.owner.memory is None or between & self.adopted or self._wide(node):
+        key = self._key(node, outputs)
+        if key is None:
             return self._both(node, outputs)
-        key = repr((outputs, id(self.model), self.mesh, sorted(between))).encode()
-        key += b"".join(self._digest(name) for name in roots)
         if self.owner.last is None or self.owner.last[0] != key:
             self.owner.last = key, self._both(node, outputs)
         return self.owner.last[1]

@@ -148,6 +148,7 @@ def _claims(metadata: dict[str, str], checkpoint: Checkpoint) -> Iterator[Proble
 
 
 def _other_run(metadata: dict[str, str], asked: Mapping[str, object]) -> Iterator[Problem]:
+    """Where a trace is not of the run that was asked for; numbers of ranks may have leading zeros."""
     for key in ("tp", "ep", "arithmetic"):
         have, want = metadata.get(key, ""), str(asked.get(key, ""))
         if key in asked and have.lstrip("0") != want:
