@@ -156,12 +156,7 @@ WHOLE = [
     for mesh in ((1, 1) if ranks == "one" else (1, 3) if (geometry, export) == ("odd", "nvidia") else (2, 2),)
     for K in (1, 2, 3, 4)
 ]
-CUDA = [
-    (Place("fast", geometry, "nvidia", device="cuda"), K, script)
-    for geometry in GEOMETRIES
-    for K in (1, 2, 3, 4)
-    for script in SCRIPTS
-]
+CUDA = [(Place("fast", geometry, "nvidia", device="cuda"), K, BOTH) for geometry in GEOMETRIES for K in (1, 2, 3, 4)]
 
 
 @cases(PART)
