@@ -8,6 +8,9 @@ Decay, beta, normalised q and k, and the state M [H, d_k, d_v] are fp32. Per tok
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -16,6 +19,10 @@ from fast import scratch
 # Widest sub-block: inside one, decays between two tokens come from sums of the g in between, never from e^(+x).
 SUB = 8
 SEGMENT = 256  # tokens whose chunks are prepared together: bounds the temporaries of `chunked`
+
+# torch loads the linear algebra of GPUs when it is first called, and fails where two threads are the first.
+_alone = threading.Lock()
+_loaded: set[str] = set()  # device types whose first call has returned
 
 
 def conv(x: Tensor, weight: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +107,7 @@ def _segment(inputs: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
     until = (g.flip(2).cumsum(2).flip(2) - g).exp()
     eye = torch.eye(w, dtype=g.dtype, device=g.device)
     right = torch.cat([beta * v, beta * k * since], -1)
-    solved = torch.linalg.solve_triangular(eye + beta * A, right, upper=False, unitriangular=True)
+    solved = _substitute(eye + beta * A, right)
     fresh, recall = solved[..., :d], solved[..., d:]
     asked, kept, whole = q * since, (k * until).transpose(2, 3), since[:, :, -1, :, None]
     core = []
@@ -109,6 +116,16 @@ def _segment(inputs: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
         core.append(asked[n] @ state + B[n] @ u)
         state = whole[n] * state + kept[n] @ u
     return torch.stack(core), state
+
+
+def _substitute(matrix: Tensor, right: Tensor) -> Tensor:
+    """matrix [.., w, w], unit lower triangular, right [.., w, n] -> X [.., w, n] with matrix X = right. Several threads
+    may call it at once, the first time as well."""
+    kind = matrix.device.type
+    with nullcontext() if kind in _loaded else _alone:
+        solved = torch.linalg.solve_triangular(matrix, right, upper=False, unitriangular=True)
+    _loaded.add(kind)
+    return solved
 
 
 def _decayed(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

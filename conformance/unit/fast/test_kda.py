@@ -6,6 +6,11 @@ unit keys. So the error after T steps is at most the sum of what each step adds,
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -102,6 +107,33 @@ def test_long_calls_are_prepared_in_segments(monkeypatch):
     whole = kda.chunked(16, *inputs)
     monkeypatch.setattr(kda, "SEGMENT", 32)
     agree(kda.chunked(16, *inputs), whole, error_bound(inputs, 4 * d + 2 * 16, torch.float64))
+
+
+def test_several_threads_may_be_the_first(monkeypatch):
+    """Of a linear algebra that is loaded at its first call, and by one thread only."""
+    solve, threads = torch.linalg.solve_triangular, 4
+    loading, loaded = threading.Lock(), threading.Event()
+    together = threading.Barrier(threads, timeout=60)
+    inputs = sequence(11, 40)
+    expected = kda.chunked(16, *inputs)
+
+    def loads(*args: Any, **options: Any) -> torch.Tensor:
+        if not loaded.is_set():
+            assert loading.acquire(blocking=False), "two threads are the first"
+            time.sleep(0.05)
+            loaded.set()
+        return solve(*args, **options)
+
+    def run(_: int) -> tuple[torch.Tensor, ...]:
+        together.wait()
+        return kda.chunked(16, *inputs)
+
+    monkeypatch.setattr(torch.linalg, "solve_triangular", loads)
+    monkeypatch.setattr(kda, "_loaded", set())
+    with ThreadPoolExecutor(threads) as pool:
+        for found in pool.map(run, range(threads)):
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert kda._loaded == {"cpu"}, "later calls wait for nobody"
 
 
 def test_update_writes_nothing_in_place():
