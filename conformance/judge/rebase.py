@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,10 @@ from conformance.judge.result import Statistics, TapRow
 from conformance.judge.rows import choice_row, copy_row, refused_row
 from conformance.judge.sampling import Sampler
 from conformance.judge.spread import measure
-from conformance.trace import Trace
+from conformance.trace import PARTIAL_SUMS, Trace
 from reference.checkpoint import Checkpoint
 from reference.model import Layer, Moe, TextModel
+from reference.sharding import Mesh
 
 SAMPLES = 16
 FALSE_ALARM = 1e-6
@@ -74,6 +75,14 @@ class Rebase:
         """What was last drawn of a node, by the bytes it was made from: for traces of which only an output differs."""
         self.blocks: dict[str, TextModel] = {}
         """The draft block as a model's only layer, by how its experts are read; see `drafts`."""
+        self.meshes: dict[tuple[str, ...], Mesh] = {}
+
+    def mesh(self, metadata: Mapping[str, str]) -> Mesh:
+        """As `ranks.rounding`, which looks at every tensor of the checkpoint: once for all runs that say the same."""
+        said = tuple(metadata.get(key, "") for key in ("tp", "ep", PARTIAL_SUMS))
+        if said not in self.meshes:
+            self.meshes[said] = ranks.rounding(metadata, self.checkpoint)
+        return self.meshes[said]
 
     def statistics(self, rows: int) -> Statistics:
         return Statistics(self.samples, self.seed, self.false_alarm, rows)
@@ -106,7 +115,7 @@ class Run:
         """Taps that the trace lacks and that another run computed."""
         self.digests: dict[str, bytes] = {}
         self.length = len(trace.taps["tokens"])
-        self.mesh = ranks.rounding(trace.metadata, owner.checkpoint)
+        self.mesh = owner.mesh(trace.metadata)
         self.partials: dict[str, list[np.ndarray]] = {}
         """What each rank adds to an mlp.out, by its name."""
 

@@ -89,9 +89,12 @@ class Part(Run):
     def half(self, exact: bool) -> np.ndarray:
         """Logits of the whole-stack run: exact [T,V], or samples of them [B,T,V]."""
         side = self.exact if exact else self.sampled
+        # Samples of a sum over ranks need its exact parts: the exact half goes along, lest each layer begin anew.
+        along = [self.exact, side] if self.mesh.world > 1 and not exact else [side]
         for node in self.owner.nodes:
             if not all(name in self.held for name in node.outputs):
-                self._value(side, node.outputs[0])
+                for one in along:
+                    self._value(one, node.outputs[0])
             if ends_a_layer(node.outputs[0]):
                 self._forget(node.outputs[0])
         return self._value(side, "logits")

@@ -13,8 +13,10 @@ from conformance.cases.runs import random_tokens
 from conformance.checkpoints import make
 from conformance.checkpoints.geometry import geometry
 from conformance.engines import registry
-from conformance.judge import Rebase, Result, compare
+from conformance.judge import Rebase, Result, compare, ranks
 from conformance.judge.ranks import partial_sums, rounding
+from conformance.judge.rebase import Run, choices
+from conformance.judge.together import Part
 from conformance.trace import PARTIAL_SUMS, Schedule, Trace
 from reference.arithmetic import Arithmetic
 from reference.checkpoint import Checkpoint, open_checkpoint
@@ -117,6 +119,29 @@ def test_what_ranks_add_is_what_one_rank_has(mesh, checkpoint):
     assert all(np.abs(part).max() > 0 for part in parts)
     terms = sum(np.abs(part) for part in parts)
     assert np.all(np.abs(sum(parts) - whole) <= 2.0**-40 * terms.max())
+
+
+def test_the_sampled_half_of_a_run_computes_the_exact_one_once(checkpoint, monkeypatch):
+    judge, calls = Rebase(checkpoint, samples=2), list[bool]()
+    trace, embed = saying(traced(checkpoint, (2, 2), arithmetic="bf16"), None), TextModel.embed
+
+    def counted(model: TextModel, tokens: np.ndarray) -> np.ndarray:
+        calls.append(model is judge.model)
+        return embed(model, tokens)
+
+    monkeypatch.setattr(TextModel, "embed", counted)
+    half = Part(judge, choices(trace)).half(exact=False)
+    assert sorted(calls) == [False, True], "experts in two layers, one embedding for their exact parts"
+    assert np.array_equal(half, judge.free_run(trace, 2)[1])
+
+
+def test_the_plan_of_a_mesh_is_made_once(checkpoint, monkeypatch):
+    judge, made = Rebase(checkpoint), list[Mesh]()
+    monkeypatch.setattr(ranks, "plan", lambda specs, text, mesh: made.append(mesh))
+    trace = traced(checkpoint, (2, 2), arithmetic="stochastic")
+    assert {Run(judge, trace).mesh for _ in range(3)} == {Mesh(2, 2)}
+    assert Run(judge, saying(trace, "fp32")).mesh == Mesh()
+    assert made == [Mesh(2, 2)]
 
 
 def test_a_lie_about_ranks_widens_nothing(checkpoint):

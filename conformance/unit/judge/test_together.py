@@ -28,10 +28,11 @@ def changed(trace, name):
         del taps["layers.1.indexer.selected"], taps["layers.2.router.indices"]
     elif name == "untrue":
         taps["layers.1.mid"] = taps["layers.1.mid"].astype(np.int32)
-    return Trace(trace.metadata | ({"arithmetic": "none"} if name == "untrue" else {}), taps)
+    said = {"untrue": {"arithmetic": "none"}, "ranks": {"tp": "2", "ep": "2"}}
+    return Trace(trace.metadata | said.get(name, {}), taps)
 
 
-CHANGES = ("nothing", "one value off", "taps left out", "choices left out", "untrue")
+CHANGES = ("nothing", "one value off", "taps left out", "choices left out", "untrue", "ranks")
 
 
 @pytest.fixture(scope="module")
@@ -57,5 +58,5 @@ def verdicts(tmp_path_factory):
 def test_several_processes_give_the_verdict_of_one(name, verdicts):
     alone, several = verdicts[name]
     assert several.to_json() == alone.to_json()
-    assert alone.passed == (name in ("nothing", "taps left out", "choices left out"))
+    assert alone.passed == (name in ("nothing", "taps left out", "choices left out", "ranks"))
     assert alone.taps
