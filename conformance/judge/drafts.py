@@ -10,6 +10,7 @@ BF16 experts count with the values that packing gives them, unless the trace's m
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -43,14 +44,20 @@ def order(config: TextConfig) -> list[str]:
     return [name for node in nodes(config, 1, 1, 1) for name in node.outputs if name not in INNER]
 
 
-def sizes(trace: Trace, config: ModelConfig) -> dict[str, int]:
-    """Lengths of the axes M, J and Y. M is that of the first tap that has it."""
-    T = len(trace.taps["tokens"])
-    M = T
+def counted(trace: Trace, config: ModelConfig) -> str:
+    """The first tap that has a row for every draft whatever the config; "" where the trace holds none."""
     for name in order(config.text):
         if name in trace.taps and trace.taps[name].ndim and not name.startswith("mtp.indexer."):
-            M = len(trace.taps[name])
-            break
+            return name
+    return ""
+
+
+def sizes(trace: Trace, config: ModelConfig) -> dict[str, int]:
+    """Lengths of the axes M, J and Y. M is that of the first tap that has it, or follows from the metadata."""
+    T = len(trace.taps["tokens"])
+    first, told = counted(trace, config), trace.metadata.get("mtp", "")
+    drafts = int(told) if re.fullmatch("[1-9][0-9]{0,5}", told) else 1
+    M = len(trace.taps[first]) if first else T + drafts - 1
     J = min(M, T) if config.text.index_share_for_mtp_iteration else M
     return {"M": M, "J": J, "Y": J // config.text.index_kpool}
 
@@ -131,7 +138,7 @@ def problems(trace: Trace, config: ModelConfig) -> Iterator[Problem]:
         text = f"metadata {EXPERTS} is {experts}, expected {want}"
         yield Problem("metadata", EXPERTS, experts, want, True, text)
     ids = trace.taps.get("tokens")
-    told, first = trace.metadata.get("mtp"), next((name for name in order(config.text) if name in trace.taps), "")
+    told, first = trace.metadata.get("mtp"), counted(trace, config)
     if told is not None and first and ids is not None and ids.ndim:
         drafts = sizes(trace, config)["M"] - len(ids) + 1
         if told != str(drafts):

@@ -214,12 +214,38 @@ def test_a_wrong_number_of_drafts_is_a_problem(told):
     assert list(drafts.problems(one.trace, one.checkpoint.config)) == []
 
 
-def test_without_sharing_every_row_has_an_indexer(tmp_path):
-    directory = make(tmp_path / "c", "nvidia", "odd", config={"index_share_for_mtp_iteration": False})
-    one = Bench(directory, "fast")
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory):
+    """Whether later drafts share the selection -> a bench."""
+    directory = tmp_path_factory.mktemp("made") / "c"
+    make(directory, "nvidia", "odd", config={"index_share_for_mtp_iteration": False})
+    apart = Bench(directory, "fast")
+    return lambda shared: bench() if shared else apart
+
+
+def test_without_sharing_every_row_has_an_indexer(sharing):
+    one = sharing(False)
     assert len(one.trace.taps["mtp.indexer.selected"]) == ROWS
     assert drafts.unfit(one.trace, one.checkpoint.config) == {}
     assert [(row.tap, row.message) for row in one.rows() if not row.passed] == []
+
+
+@pytest.mark.parametrize("tap", ["mtp.indexer.q", "mtp.indexer.pool_keys", "mtp.indexer.selected"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_taps_of_the_indexer_alone_are_no_contradiction(tap, shared, sharing):
+    one = sharing(shared)
+    taps = {name: one.trace.taps[name] for name in ("tokens", "logits", "final.norm", tap)}
+    trace = Trace(one.trace.metadata, taps)
+    assert drafts.unfit(trace, one.checkpoint.config) == {}
+    assert [problem for problem in drafts.problems(trace, one.checkpoint.config) if problem.fatal] == []
+    assert all(row.passed for row in drafts.rows(one.judge, trace))
+
+
+@pytest.mark.parametrize("told", ["", "0", "9" * 5000, "four"])
+def test_a_number_of_drafts_that_is_none_is_that_of_no_row(told):
+    one = bench()
+    taps = {name: one.trace.taps[name] for name in ("tokens", "logits", "mtp.indexer.selected")}
+    assert drafts.sizes(Trace(one.trace.metadata | {"mtp": told}, taps), one.checkpoint.config)["M"] == TOKENS
 
 
 def test_stored_experts_are_judged_as_the_trace_says():
