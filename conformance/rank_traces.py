@@ -100,7 +100,7 @@ def disagreements(trace: Trace) -> dict[str, str]:
     text = trace.metadata.get(KEY, "{}")
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise RankTraceError(f"metadata {KEY} is {text[:80]!r}, expected an object of strings")

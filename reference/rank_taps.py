@@ -39,7 +39,7 @@ class RankDisagreementError(InputError):
 
 
 class RankShapeError(InputError):
-    """The parts of one tap have different shapes, or are not those of as many ranks as there are."""
+    """The parts of one tap do not join: by their shapes, by their dtypes, or because some rank has none."""
 
 
 def rule_of(name: str) -> str:
@@ -80,6 +80,8 @@ def join(name: str, found: Sequence[np.ndarray | None], mesh: Mesh) -> np.ndarra
     if rule == "channels" and (len(shape) < 2 or shape[-1] % 3):
         raise RankShapeError(f"{name}: {list(shape)} on every rank, expected a last axis of as many q, k and v")
     if rule == "sum":
+        if parts[0].dtype.kind not in "fV":
+            raise RankShapeError(f"{name}: {parts[0].dtype} on every rank, expected floating point to add")
         out = parts[0].astype(np.float64)
         for part in parts[1:]:
             out = out + part.astype(np.float64)
@@ -110,9 +112,9 @@ def agree(name: str, one: np.ndarray, other: np.ndarray, rank: int, other_rank: 
 
 def join_channels(parts: Sequence[np.ndarray]) -> np.ndarray:
     """[.., K-1, 3*n] per rank -> [.., K-1, 3*n*tp]: all of q, then all of k, then all of v."""
-    split = [part.reshape(*part.shape[:-1], 3, -1) for part in parts]
+    split = [part.reshape(*part.shape[:-1], 3, part.shape[-1] // 3) for part in parts]
     joined = np.concatenate(split, axis=-1)
-    return joined.reshape(*joined.shape[:-2], -1)
+    return joined.reshape(*joined.shape[:-2], 3 * joined.shape[-1])
 
 
 def state_part(state: KdaState | DsaState, mesh: Mesh) -> KdaState | DsaState:

@@ -111,6 +111,20 @@ def test_axes_that_hold_no_heads_are_told(tap, shape, words):
     assert rank_traces.disagreements(joined)[tap].startswith(f"ranks do not join: {words}")
 
 
+def test_a_conv_state_without_rows_joins():
+    conv = [draw(rank, 0, 12) for rank in range(2)]
+    joined = rank_traces.joined(ranks(2, 1, **{"layers.0.attn.conv_state": conv}))
+    assert joined.taps["layers.0.attn.conv_state"].shape == (0, 24)
+
+
+@pytest.mark.parametrize("kind", [np.int32, bool])
+def test_what_cannot_be_a_partial_sum_is_told(kind):
+    joined = rank_traces.joined(ranks(2, 1, **{"layers.3.routed.out": [np.ones((T, 8), kind)] * 2}))
+    words = f"ranks do not join: {np.dtype(kind)} on every rank, expected floating point to add"
+    assert rank_traces.disagreements(joined) == {"layers.3.routed.out": words}
+    assert joined.taps["layers.3.routed.out"].dtype == kind
+
+
 def test_a_shared_expert_outside_the_first_group_is_told():
     here = draw(1, T, 8)
     assert not rank_traces.disagreements(rank_traces.joined(ranks(1, 2, **{"layers.3.shared.out": [here, None]})))
@@ -123,7 +137,18 @@ def test_ranks_that_are_too_few_are_refused():
         rank_traces.joined(ranks(2, 1)[:1])
 
 
-@pytest.mark.parametrize("text", ["[1]", '{"a": 1}', "{", "", '{"logits": "\\u001b[2J"}', '{"\\u0007": "rank 1"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        '{"a": 1}',
+        "{",
+        "",
+        pytest.param("[" * 100_000, id="deep"),
+        '{"logits": "\\u001b[2J"}',
+        '{"\\u0007": "rank 1"}',
+    ],
+)
 def test_metadata_that_tell_nothing_are_refused(text):
     trace = ranks(1, 1)[0]
     with pytest.raises(RankTraceError, match="rank_disagreements is"):
