@@ -126,7 +126,7 @@ def read(path: str | os.PathLike[str]) -> Job:
     """Raises JobError naming the file and the key."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise JobError(f"{path}: cannot be read as a job: {getattr(e, 'strerror', None) or e}") from None
     if not isinstance(found, dict):
         raise JobError(f"{path}: a {type(found).__name__}, expected an object")

@@ -200,7 +200,7 @@ def read(directory: Path) -> Manifest:
         raw = json.loads(text)
     except FileNotFoundError:
         raise ManifestError(f"{path}: missing; `glm53 golden regen` writes it") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"{path}: cannot be read: {error}") from None
     body = text.rpartition('\n "sha256": ')[0]
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:

@@ -131,6 +131,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ("text", "words"),
     [
         ("{", "cannot be read as a job"),
+        pytest.param("[" * 100_000, "cannot be read as a job", id="deep"),
         ("[]", "a list, expected an object"),
         ('{"directory": "d", "tokens": [1], "folder": "f", "gpu": 1}', "unknown key 'gpu'"),
         ('{"directory": "d", "tokens": [1]}', "key folder is missing"),

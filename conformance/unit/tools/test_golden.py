@@ -211,7 +211,7 @@ def test_an_edited_file_fails(golden: Path, at: int) -> None:
     assert line.startswith("trace-odd-nvidia-exact: edited file trace-odd-nvidia-exact.safetensors: sha256 ")
 
 
-@pytest.mark.parametrize("key", ["reason", "sha256", "shape", "brace"])
+@pytest.mark.parametrize("key", ["reason", "sha256", "shape", "brace", "deep"])
 def test_an_edited_manifest_fails(golden: Path, key: str) -> None:
     path = golden / manifest.NAME
     text = path.read_text()
@@ -220,6 +220,7 @@ def test_an_edited_manifest_fails(golden: Path, key: str) -> None:
         "sha256": text.replace(json.loads(text)["cases"]["table-codec"]["sha256"], "0" * 64),
         "shape": text.replace("[127, 16]", "[127, 15]", 1),
         "brace": text[:-3],
+        "deep": "[" * 100_000,
     }
     path.write_text(edits[key])
     assert edits[key] != text
