@@ -60,7 +60,7 @@ class Sampler(Arithmetic):
             right = np.asarray(b, np.float64)
             norms = np.sqrt(total(right * right, axis=-2))
         flat = right.ndim == 2 and a.ndim > 2
-        y = (a.reshape(-1, a.shape[-1]) @ right).reshape(*a.shape[:-1], -1) if flat else a @ right
+        y = (a.reshape(-1, a.shape[-1]) @ right).reshape(*a.shape[:-1], right.shape[-1]) if flat else a @ right
         rows = np.sqrt(np.einsum("...i,...i->...", a, a))[..., None]
         noise = self._random.random(y.shape, dtype=np.float32)
         noise -= np.float32(0.5)

@@ -184,7 +184,7 @@ def _unfit(trace: Trace, checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _start(ids: np.ndarray) -> str:
-    shown = ", ".join(str(int(i)) for i in ids.reshape(-1)[:8])
+    shown = ", ".join(str(i) for i in ids.reshape(-1)[:8])
     return f"{ids.size} ids: {shown}{', ..' if ids.size > 8 else ''}"
 
 
@@ -222,7 +222,7 @@ def _result(
         config_sha256=checkpoint.config.sha256,
         arithmetic=meta.get("arithmetic", ""),
         schedule=meta.get("schedule", ""),
-        tokens=() if ids is None else tuple(int(i) for i in ids.reshape(-1)),
+        tokens=tuple(ids.reshape(-1).tolist()) if ids is not None and ids.dtype.kind in "iu" else (),
         layers=checkpoint.config.text.num_hidden_layers,
         passed=ok,
         first_divergence=None if ok else _divergence(problems, tensors, rows, logits),

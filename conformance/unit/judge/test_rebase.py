@@ -154,6 +154,13 @@ def test_a_wrong_token_set_fails_at_the_choice(odd):
     assert "causal" in {check.name for check in first.checks if not check.passed}
 
 
+def test_token_sets_that_are_all_empty_fail_at_the_choice(odd):
+    name = "layers.4.indexer.selected"
+    taps = odd.trace.taps | {name: np.full_like(odd.trace.taps[name], -1)}
+    rows = [row for row in odd.judge.rows(Trace(odd.trace.metadata, taps)) if not row.passed]
+    assert [row.tap for row in rows[:2]] == [name, "layers.4.attn.core"]
+
+
 def test_choices_have_no_order():
     """Not the experts of a token, with their weights beside them, and not its token set, -1 included."""
     odd = Bench("odd", "nvidia", tokens=20)

@@ -125,6 +125,14 @@ def test_a_wrong_dtype_fails(bench, name, kind, told):
     assert any(problem.name == name for problem in result.problems)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_tokens_that_are_no_numbers_fail(bench, value):
+    result = bench.with_tap("tokens", np.full(bench.trace.taps["tokens"].shape, value, np.float32))
+    assert not result.passed
+    assert ("dtype", "tokens") in {(problem.kind, problem.name) for problem in result.problems}
+    assert result.tokens == ()
+
+
 def test_a_wider_float_that_keeps_the_values_passes(bench):
     taps = {
         name: tap.astype(np.float32) if tap.dtype == ml_dtypes.bfloat16 else tap
