@@ -34,9 +34,12 @@ def print_report(results: Sequence[Result], console: Console | None = None) -> N
 
 
 def default_console(quiet: bool = False) -> Console:
-    """As wide as the terminal; 120 columns where there is none, since a log cuts nothing."""
-    console = Console(quiet=quiet)
-    return console if console.is_terminal else Console(quiet=quiet, width=120)
+    """As wide as the terminal; 120 columns where there is none, since a log cuts nothing.
+
+    Highlighting is left out: it takes the square of the length of a word, and what a trace says may be one long word.
+    """
+    console = Console(quiet=quiet, highlight=False)
+    return console if console.is_terminal else Console(quiet=quiet, highlight=False, width=120)
 
 
 def _print(result: Result, console: Console) -> None:

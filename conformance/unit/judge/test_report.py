@@ -9,6 +9,7 @@ import re
 
 import pytest
 from rich.console import Console
+from rich.highlighter import ReprHighlighter
 
 from conformance.judge.result import (
     Check,
@@ -189,6 +190,12 @@ def test_square_brackets_are_text_and_not_markup():
 
 def test_a_narrow_terminal_keeps_the_first_line_whole():
     assert printed(result(), width=40).splitlines()[0] == LINE
+
+
+def test_no_pattern_is_sought_in_what_a_trace_says(monkeypatch, capsys):
+    monkeypatch.setattr(ReprHighlighter, "highlight", lambda self, text: pytest.fail(f"{len(text)} characters sought"))
+    terminal.print_report([result(engine="x" * 100_000)], terminal.default_console())
+    assert "x" * 100_000 in capsys.readouterr().out
 
 
 # --- for programs ----------------------------------------------------------------------------------------------------
