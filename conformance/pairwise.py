@@ -43,14 +43,15 @@ def compare(first: Trace, second: Trace) -> list[Pair]:
 
 
 def aligned(trace: Trace, name: str) -> np.ndarray:
-    """The tap with what has no order put in order: sets ascending, routing weights by expert. Floats become float64."""
+    """The tap with what has no order put in order: sets ascending, routing weights by expert. Floats become float64.
+
+    What has not the axes for that stays as it is.
+    """
     array = trace.taps[name]
     if name.endswith((".selected", "router.indices")):
-        return np.sort(array, axis=-1)
-    if (
-        name.endswith("router.weights")
-        and (indices := trace.taps.get(f"{name.removesuffix('weights')}indices")) is not None
-    ):
+        return np.sort(array, axis=-1) if array.ndim else array
+    indices = trace.taps.get(f"{name.removesuffix('weights')}indices")
+    if name.endswith("router.weights") and indices is not None and indices.shape == array.shape and array.ndim:
         array = np.take_along_axis(array, np.argsort(indices, axis=-1, kind="stable"), axis=-1)
     return array if array.dtype.kind in "iub" else array.astype(np.float64)
 

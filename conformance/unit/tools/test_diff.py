@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conformance import advice
+from conformance import advice, pairwise
 from conformance.cases.runs import random_tokens
 from conformance.checkpoints.shared import shared
 from conformance.engines import registry
@@ -116,6 +116,15 @@ def test_a_truncated_trace_is_bad_input(saved, directory, capsys):
     saved.write_bytes(saved.read_bytes()[:-3])
     assert run(saved, "--checkpoint", directory) == 2
     assert "a.trace: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("leaf", ["router.indices", "router.weights"])
+@pytest.mark.parametrize("change", [lambda a: a[0, 0], lambda a: a[:5], lambda a: a[:0], lambda a: a[None]])
+def test_choices_of_other_axes_are_told_of_two_traces(made, leaf, change):
+    name = f"layers.2.{leaf}"
+    other = Trace(made.metadata, made.taps | {name: change(made.taps[name])})
+    (pair,) = (pair for pair in pairwise.compare(made, other) if pair.tap == name)
+    assert pair.fault == f"{list(made.taps[name].shape)} against {list(other.taps[name].shape)}"
 
 
 def test_two_traces_of_other_tokens_are_bad_input(made, saved, directory, tmp_path, capsys):
