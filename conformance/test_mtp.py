@@ -156,7 +156,11 @@ WHOLE = [
     for mesh in ((1, 1) if ranks == "one" else (1, 3) if (geometry, export) == ("odd", "nvidia") else (2, 2),)
     for K in (1, 2, 3, 4)
 ]
-CUDA = [(Place("fast", geometry, "nvidia", device="cuda"), K, BOTH) for geometry in GEOMETRIES for K in (1, 2, 3, 4)]
+CUDA = [
+    (Place("fast", geometry, "nvidia", device="cuda"), K, script)
+    for geometry in GEOMETRIES
+    for K, script in (*((K, BOTH) for K in (1, 2, 3, 4)), (4, "right-0.6"))
+]
 
 
 @cases(PART)

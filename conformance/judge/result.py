@@ -266,7 +266,10 @@ class Result:
     @classmethod
     def from_json(cls, text: str) -> Result:
         """Raises ValueError when the text is not a result of this format."""
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except RecursionError:
+            raise ValueError("nested too deeply for a result") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"not a {FORMAT} result: format is {found!r}")

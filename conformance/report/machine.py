@@ -45,7 +45,10 @@ def write(results: Sequence[Result], path: str | os.PathLike[str], pairs: Sequen
 
 def read(path: str | os.PathLike[str]) -> list[Result]:
     """The results of a file that `write` made; raises ValueError for anything else."""
-    data = json.loads(Path(path).read_text(encoding="utf-8"))
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except RecursionError:
+        data = None
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("results"), list):
         raise ValueError(f"{path}: not a {FORMAT} report")
     return [Result.from_json(json.dumps(item)) for item in data["results"]]

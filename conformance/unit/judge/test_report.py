@@ -215,7 +215,10 @@ def test_the_json_report_comes_back_equal(tmp_path):
     assert json.loads(machine.render([]))["passed"] is False
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"format": "glm53-report/0"}'])
+DEEP = pytest.param("[" * 100_000, id="deep")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"format": "glm53-report/0"}', '{"format": "glm53-report/1"}', DEEP])
 def test_another_json_file_is_refused(tmp_path, text):
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(ValueError, match="not a glm53-report/1 report"):

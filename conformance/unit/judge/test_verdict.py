@@ -69,6 +69,8 @@ def test_a_result_survives_json(clean):
     assert Result.from_json(text).to_json() == text
     with pytest.raises(ValueError, match="not a glm53-result"):
         Result.from_json(json.dumps({"format": "other"}))
+    with pytest.raises(ValueError, match="nested too deeply"):
+        Result.from_json("[" * 100_000)
 
 
 def test_the_heat_map_has_a_cell_per_layer_and_token(clean, bench):
